@@ -28,6 +28,7 @@ from llmnode.net.invite import Invite, is_invite
 from llmnode.net.swarm_key import entry
 from llmnode.node.listening import check_places
 from llmnode.node.nearby import describe, living_nearby
+from llmnode.node.own_adapters import check_number, own_adapters
 from llmnode.node.serve.conduct import Conduct
 from llmnode.node.serve.links import accept_links, answer_as_relay
 from llmnode.node.serve.network_speed import keep_measuring
@@ -88,6 +89,7 @@ class NodeConfig:
     - `worker`: the blocks run in a "thread" of this program, or in a "process" of their own. If that crashes, its
       sessions go elsewhere, and it is started again. "auto" is a process where one can be started; the program needs
       no guard for it.
+    - `adapters`: LoRA adapters that the node holds and announces, as FOLDER or NAME=FOLDER; PEFT has saved them.
     - `identity`: the file of the node's identity, which is fresh without one.
     """
 
@@ -109,6 +111,7 @@ class NodeConfig:
     quant: str = "none"
     threads: int | None = None
     worker: str = AUTO
+    adapters: Sequence[str] = ()
     identity: Path | None = None
     make_loader: MakeLoader = SpanLoader
     """Makes the loader of a worker in a thread: benchmarks serve with executors of their own."""
@@ -203,8 +206,8 @@ async def open_node(
     `report_addresses` is told what we announce when that has changed, `report_worker` in a line that a worker process
     was lost, or serves again, `report_notice` of a fault that only the operator of this node can mend.
 
-    Raises ConfigError (blocks, address, missing model), ModelError, PeerError if none of `peers`, or of `relays`, can
-    be reached, or WorkerLost if a worker process does not start time after time.
+    Raises ConfigError (blocks, address, missing model), AdapterError, ModelError, PeerError if none of `peers`, or of
+    `relays`, can be reached, or WorkerLost if a worker process does not start time after time.
     """
     check(config)
     with single_error():
@@ -221,8 +224,9 @@ async def open_node(
             source_for(swarm, config, report, report_worker) as (source, model),
             open_pool(network) as pushes,
         ):
+            adapters = await own_adapters(config.adapters, model, report)
             span = await choose_blocks(config.blocks, model, source, swarm)
-            server = Server(network, model, ServePolicy(), swarm, pushes)
+            server = Server(network, model, ServePolicy(), swarm, pushes, adapters)
             measure = measure_for(config)
             role = Role(source, model, span, server, swarm, report_worker=report_worker, measure=measure)
             node = RunningNode(network, model, swarm, server, role, source, way_in.key is not None)
@@ -398,4 +402,5 @@ def check(config: NodeConfig) -> None:
         raise ConfigError(f"--blocks {config.blocks!r}: write START:END (as 0:10), a number of blocks, or {AUTO}")
     if config.kv_memory is not None:
         parse_memory(config.kv_memory, "--kv-memory")
+    check_number(config.adapters)
     check_places(config.listen, config.announce, config.way_in(), config.relays)

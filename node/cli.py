@@ -12,6 +12,7 @@ from llmnode.errors import ConfigError, LlmnodeError, single_error
 from llmnode.machine.cache_folder import cache_folder
 from llmnode.models.sources.online import keep_libraries_offline
 from llmnode.node.commands import (
+    adapters,
     bench,
     chat,
     config,
@@ -39,7 +40,7 @@ EXIT_FAILED = 1
 EXIT_CONFIG = 2
 EXIT_INTERRUPTED = 130
 
-COMMANDS = (demo, serve, relay, generate, chat, status, speed, plan, doctor, invite, verify, config, bench)
+COMMANDS = (demo, serve, relay, generate, chat, status, adapters, speed, plan, doctor, invite, verify, config, bench)
 
 
 def main(argv: Sequence[str] | None = None, make_loader: MakeLoader | None = None) -> int:

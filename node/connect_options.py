@@ -40,6 +40,7 @@ class Access:
     precision: PrecisionWish
     spot_check: float
     relayed_prefill: str
+    adapter: str | None = None
 
     def generation_config(self) -> GenerationConfig:
         """The model's, from its own files. Raises ConfigError or ModelError."""
@@ -61,6 +62,8 @@ class Access:
         checks, relayed = SpotCheckPolicy(self.spot_check), RelayedPolicy(prefill=self.relayed_prefill)
         policy = ClientPolicy(spot_checks=checks, relayed=relayed)
         parts = load_parts(open_model(self.model, say))
-        connecting = aconnect(self.way_in, parts=parts, codec=self.codec, dtype=self.precision, policy=policy)
+        connecting = aconnect(
+            self.way_in, parts=parts, codec=self.codec, dtype=self.precision, adapter=self.adapter, policy=policy
+        )
         with open_portal() as portal, portal.enter(connecting) as client:
             yield OpenClient(portal, client)

@@ -176,6 +176,12 @@ def add_swarm(parser: Parser) -> None:
         "use only servers that keep keys and values in this: same, as --dtype, is exact (default auto, likewise)",
     )
     parser.add_argument(
+        "--adapter",
+        metavar="FOLDER|NAME",
+        help="a LoRA adapter for the blocks: a folder that PEFT has saved, which goes to the servers; or the name or "
+        "the digest of one that they announce (see `llmnode adapters`)",
+    )
+    parser.add_argument(
         "--codec",
         default="raw",
         choices=["raw", "fp16", "bf16", "int8"],
@@ -318,6 +324,7 @@ def access(arguments: argparse.Namespace) -> Access:
         precision=wish(arguments),
         spot_check=arguments.spot_check,
         relayed_prefill=arguments.relayed_prefill,
+        adapter=arguments.adapter,
     )
 
 

@@ -69,6 +69,14 @@ def add(commands: Commands) -> None:
     add_identity(parser)
     add_worker(parser)
     parser.add_argument(
+        "--adapters",
+        nargs="+",
+        default=[],
+        metavar="FOLDER",
+        help="LoRA adapters that PEFT has saved, to hold for clients that name them: FOLDER, or NAME=FOLDER; this node "
+        "announces their names and digests (default: only those that clients bring)",
+    )
+    parser.add_argument(
         "--drain-s",
         type=float,
         default=10.0,
@@ -114,6 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
         announce=arguments.announce or [],
         relays=arguments.relay,
         identity=arguments.identity,
+        adapters=arguments.adapters,
     )
     if arguments.make_loader is not None:
         config = replace(config, make_loader=arguments.make_loader)
@@ -227,6 +236,8 @@ def _ready(node: RunningNode) -> None:
 
     behind = "" if node.addresses == node.listening else f", listening at {' '.join(node.listening)}"
     show(printable(f"ready: blocks {node.span} of {node.model.name} at {' '.join(node.addresses)}{behind}"))
+    for each in node.server.own_adapters:
+        show(f"adapter {each.name}: rank {each.rank}, digest {each.digest.hex()}")
     if (invite := _invite(node)) is None:
         return
     if invite.model is not None:
@@ -250,6 +261,9 @@ def _ready_json(node: RunningNode) -> None:
         "blocks": [node.span.start, node.span.end],
         "dtype": node.model.precision.name,
         "tensor_bytes": node.tensor_bytes,
+        "adapters": [
+            {"name": each.name, "rank": each.rank, "digest": each.digest.hex()} for each in node.server.own_adapters
+        ],
         "invite": invite and write_invite(invite),
     }
     show_json(event)

@@ -1,4 +1,4 @@
-"""The adapters of clients that a server holds: they are checked, kept within a budget, and dropped when unused.
+"""The adapters that a server holds, of clients and its own: checked, kept within a budget, and dropped when unused.
 
 To name an adapter by its digest is the right to use it: the digest is that of its numbers. The parts are in the worker,
 which checks that they fit the blocks. This module decides what the worker holds.
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from llmnode.core.serving.adapter_shelf import Shelved
     from llmnode.core.span import Span
     from llmnode.ports import Link, Worker
-    from llmnode.wire.adapter import Manifest
+    from llmnode.wire.adapter import Adapter, Manifest
     from llmnode.wire.frame import Buffer
 
 MOST_HEADER_BYTES = 1 << 17
@@ -87,6 +87,26 @@ class AdapterStore:
             return None
         self._shelf.use(shelved, trio.current_time())
         return AdapterInUse(self, shelved, manifest)
+
+    async def hold(self, adapter: Adapter) -> None:
+        """Hold an adapter of this node's own for as long as the worker lives.
+
+        Raises AdapterError if it does not fit the blocks or the memory, and WorkerLost.
+        """
+        manifest = adapter.manifest
+        shelved = self._shelf.put(adapter.digest, self._budget.process, trio.current_time())
+        shelved.users += 1  # it never makes way
+        self._manifests[adapter.digest] = manifest
+        try:
+            await self._free_memory(shelved, ENTRY_BYTES + len(manifest.packed))
+            for part in manifest.within(self._worker.span):
+                await self._free_memory(shelved, FP32_BYTES * part.values)
+                await self._worker.do(Adopt(adapter.digest, part.block, part.values, adapter.parts[part.block]))
+                shelved.blocks.add(part.block)
+        except PeerRefused as error:
+            raise AdapterError("the node's adapters need more memory than it has for them: serve fewer") from error
+        except (RuntimeError, MemoryError) as error:
+            raise AdapterError(f"cannot be loaded: {error}") from error
 
     def release(self, shelved: Shelved) -> None:
         self._shelf.release(shelved, trio.current_time())

@@ -43,13 +43,17 @@ class PassParts:
         client: Client,
         priority: Priority,
         adapter: AdapterInUse | None,
+        *,
+        trains_adapter: bool,
     ) -> None:
+        """Without `trains_adapter` the client wants no gradients for the numbers of the adapter."""
         self.prompts: DeepPrompts = NO_PROMPTS
         """Those of the whole pass. To be set before anything is computed."""
         self._of_prompts: np.ndarray | None = None
         self._adapter = adapter
         self._adapter_values = 0 if adapter is None else adapter.manifest.values(span)
         self._most_adapter_bytes = served.policy.adapter_gradient_bytes
+        self._trains_adapter = trains_adapter
         self._of_adapter: np.ndarray | None = None
         self.span = span
         self.positions = sum(lengths)
@@ -71,7 +75,10 @@ class PassParts:
 
         Raises PeerRefused if those do not fit into an answer.
         """
-        if (adapter_bytes := FP32_BYTES * self._adapter_values) > self._most_adapter_bytes:
+        adapter_bytes = FP32_BYTES * self._adapter_values
+        if not self._trains_adapter:
+            return self._kept_bytes * max(self._sizes) + adapter_bytes  # as they come
+        if adapter_bytes > self._most_adapter_bytes:
             raise PeerRefused(RefusalCode.NO_ROOM, "the adapter's gradients are too large: ask for fewer blocks")
         return self._kept_bytes * max(self._sizes) + 3 * adapter_bytes  # as they come, their sum, and the answer
 
@@ -144,7 +151,7 @@ class PassParts:
 
     def _add_adapter(self, blocks: Span, gradient: memoryview) -> None:
         """Add the gradients for the adapter in some blocks."""
-        if self._adapter is None:
+        if self._adapter is None or not self._trains_adapter:
             return
         import numpy as np
 

@@ -16,7 +16,7 @@ from llmnode.errors import ConfigError, PeerRefused, RemoteProtocolError, Worker
 from llmnode.node.serve.pass_parts import PassParts
 from llmnode.wire.deep_prompts import PromptsForm
 from llmnode.wire.frame import Frame, FrameType
-from llmnode.wire.messages import RefusalCode, pack, unpack
+from llmnode.wire.messages import FROZEN_ADAPTER, RefusalCode, pack, unpack
 from llmnode.wire.pass_deadline import deadline_s
 from llmnode.wire.pass_messages import Pass, Passed
 from llmnode.wire.payload import Codec, HiddenForm, decode_hidden
@@ -73,7 +73,8 @@ class LinkPasses:
         with ExitStack() as refused:
             if (adapter := served.use(request.adapter, span)) is not None:
                 refused.callback(adapter.release)
-            parts = PassParts(served, span, request.lengths, self._client, priority, adapter)
+            trains = not _is_frozen(request)
+            parts = PassParts(served, span, request.lengths, self._client, priority, adapter, trains_adapter=trains)
             work_bytes = form.work_bytes(positions) * (1 + _halves(frame))
             # Prompts are held as they came, and by part; their gradients as they come, summed, and in the answer.
             work_bytes += prompts.size_bytes * (5 if frame.type is FrameType.BACKWARD else 2)
@@ -131,6 +132,15 @@ class LinkPasses:
             payload=payload,
             value_bytes=form.value_bytes,
         )
+
+
+def _is_frozen(request: Pass) -> bool:
+    """Whether the client wants no gradients for the adapter. Raises RemoteProtocolError for anything but a yes."""
+    if FROZEN_ADAPTER not in (extensions := request.extensions or {}):
+        return False
+    if extensions[FROZEN_ADAPTER] is not True:
+        raise RemoteProtocolError(f"Pass.extensions: {FROZEN_ADAPTER} is true or left out")
+    return True
 
 
 def _form(request: Pass, served: ServedSpan) -> HiddenForm:

@@ -48,7 +48,7 @@ from llmnode.core.serving.node_life import (
     transition,
 )
 from llmnode.core.speed import ComputeSpeed, NetworkSpeed, announced_speed, seen
-from llmnode.errors import ConfigError, ModelError, WorkerLost
+from llmnode.errors import AdapterError, ConfigError, ModelError, WorkerLost
 from llmnode.node.serve.speed import measure_compute
 
 if TYPE_CHECKING:
@@ -139,6 +139,7 @@ class Role:
             kv_tokens_free=0 if worker is None else worker.kv_tokens_free,
             speed=announced_speed(compute, self.network, blocks, self.model.row_bytes, ProbePolicy().next_peers),
             moves_to=moves_to(self.state),
+            adapters=tuple(self._server.own_adapters),
         )
 
     def note_network(self, network: NetworkSpeed) -> None:
@@ -297,11 +298,12 @@ class Role:
             worker = await self._source.load(span)
             try:
                 measured = await self._measure(worker, self.model)
-            except WorkerLost:  # in its first forward, which is when most memory is taken
+                await self._server.prepare(worker)
+            except WorkerLost:  # mostly in its first forward, which takes most memory
                 await self._source.wait_lost()
                 self._report(Lost(), scope)
                 return
-        except (ConfigError, ModelError, WorkerLost) as error:
+        except (AdapterError, ConfigError, ModelError, WorkerLost) as error:
             await self._give_up(error, scope)
             return
         self._source.serves()
@@ -333,7 +335,7 @@ class Role:
                     self._report(NoSpace(), scope)
                 else:
                     await self._move_to(worker, scope)
-            except (ConfigError, ModelError) as error:
+            except (AdapterError, ConfigError, ModelError) as error:
                 self._error = error
                 self._report(GaveUp(), scope)
             except WorkerLost as error:  # both are, and `_load` hears of it
@@ -347,10 +349,12 @@ class Role:
         is_wanted = False
         try:
             measured = await self._measure(worker, self.model)
+            await self._server.prepare(worker)
             is_wanted = await self._confirm()
             await trio.lowlevel.checkpoint_if_cancelled()
         finally:
             if not is_wanted or scope.cancel_called:
+                self._server.drop_prepared()
                 with trio.CancelScope(shield=True):
                     await self._source.drop_one(worker)
         if not is_wanted:

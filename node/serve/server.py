@@ -16,7 +16,7 @@ from llmnode.core.budget import Resource
 from llmnode.core.identity import how_other
 from llmnode.core.span import Span
 from llmnode.core.view import online_or_draining
-from llmnode.errors import PeerRefused
+from llmnode.errors import AdapterError, PeerRefused
 from llmnode.node.serve.adapter_store import AdapterStore
 from llmnode.node.serve.admission import Admission
 from llmnode.node.serve.conduct import Conduct
@@ -31,14 +31,16 @@ from llmnode.wire.messages import Description, RefusalCode
 from llmnode.wire.profile import profile_fields
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from llmnode.core.adapters import AnnouncedAdapter
     from llmnode.core.ids import PeerId, SessionId
     from llmnode.core.model import ModelInfo, Profile
     from llmnode.core.policy import ServePolicy
     from llmnode.ports import Network, Worker
     from llmnode.swarm.membership import Swarm
     from llmnode.swarm.pool import ConnectionPool
+    from llmnode.wire.adapter import Adapter
 
 DRAINING = "this server is draining"
 
@@ -53,6 +55,8 @@ class Server:
     swarm: Swarm | None = None
     pushes: ConnectionPool | None = None
     """Connections over which results go to next hops; without them every hop goes through the client."""
+    own_adapters: Mapping[AnnouncedAdapter, Adapter] = field(default_factory=dict)
+    """Those that this node announces, and holds for its blocks."""
     sessions: dict[SessionId, ServerSession] = field(default_factory=dict)
     tally: ServeStats = field(default_factory=ServeStats)
     is_draining: bool = False
@@ -62,6 +66,8 @@ class Server:
     """The next end of a session or pass; then there is another event."""
     passes: int = 0
     """The passes that are under way."""
+    prepared: AdapterStore | None = None
+    """The adapters of the next worker to serve."""
     served: ServedSpan | None = None
     """None while no blocks are loaded: at first, after a worker was lost, and between two spans."""
     former: ServedSpan | None = None
@@ -85,6 +91,26 @@ class Server:
             for held in self._held():
                 await held.adapters.drop_idle()
 
+    async def prepare(self, worker: Worker) -> None:
+        """Have a worker hold the node's own adapters, before it serves. Raises AdapterError or WorkerLost."""
+        self.drop_prepared()
+        self.prepared = AdapterStore(worker, self.model, self.policy, self.network.budget)
+        for each, adapter in self.own_adapters.items():
+            try:
+                await self.prepared.hold(adapter)
+            except AdapterError as error:
+                self.drop_prepared()
+                why = (
+                    f"the adapter {each.name}: {error}. Is it for {self.model.name}? Leave it out of --adapters if not"
+                )
+                raise AdapterError(why) from error
+
+    def drop_prepared(self) -> None:
+        """The worker that was prepared does not serve."""
+        if self.prepared is not None:
+            self.prepared.close()
+            self.prepared = None
+
     def serve(self, worker: Worker) -> None:
         """Open sessions with this worker from now on. Those of a worker that serves go on there, until `end_former`."""
         assert self.former is None, "there are two workers at most"
@@ -92,7 +118,8 @@ class Server:
             self.former, self.served = self.served, None
             self.former.admission.close(f"this server holds blocks {worker.span} now")
         admission = Admission(worker, self.policy.admission)
-        adapters = AdapterStore(worker, self.model, self.policy, self.network.budget)
+        adapters = self.prepared or AdapterStore(worker, self.model, self.policy, self.network.budget)
+        self.prepared = None
         shared = self.network, self.next_hops, self.desk, self.tally, self.work_turns
         self.served = ServedSpan(worker, admission, adapters, self.model, self.policy, *shared)
         self.span, self.is_draining = worker.span, False

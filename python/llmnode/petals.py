@@ -20,6 +20,7 @@ from llmnode.client.token_session import InferenceSession
 from llmnode.core.model import AUTO
 from llmnode.core.policy import ClientPolicy
 from llmnode.errors import ConfigError
+from llmnode.models.peft_folder import is_adapter_folder
 from llmnode.net.addresses import parse_peer_id
 
 if TYPE_CHECKING:
@@ -69,7 +70,8 @@ class AutoDistributedModelForCausalLM:
 
         - `initial_peers`: addresses of peers of the swarm.
         - `allowed_servers`, `blocked_servers`: ids of the only servers to use, and of those not to use.
-        - `active_adapter`: a LoRA adapter that PEFT has saved; servers compute with it.
+        - `active_adapter`: a LoRA adapter that PEFT has saved; servers compute with it. Or the name or the digest of
+          one that they announce.
         - `max_retries`: how many servers a step may lose. `request_timeout`: the longest time for an answer.
           `connect_timeout`, `ban_timeout`: those of peers. All in seconds.
         - `use_server_to_server`: whether servers push to each other.
@@ -92,6 +94,8 @@ class AutoDistributedModelForSequenceClassification:
         """
         ours = {option: options.pop(option) for option in [*options] if option in {*_OURS, *ELSEWHERE}}
         of_head = {option: ours.pop(option) for option in _OF_MODELS if option in ours}
+        if _is_served(of_head.get("active_adapter")):
+            ours["active_adapter"] = of_head.pop("active_adapter")
         model = _open(name, ours)
         try:
             head = model.with_head("sequence-classification", **options)
@@ -270,13 +274,19 @@ def _open(name: str | None, options: dict[str, Any]) -> DistributedModelForCausa
             raise ConfigError(f"there is no argument {option!r}: there are {', '.join(sorted(_OURS))}")
     policy, dtype, codec = _policy(options), _dtype(options), options.get("codec", "raw")
     name, way_in = model_and_way_in(name, options.get("initial_peers", ()), None)
-    model = open_as(DistributedModelForCausalLM, name, way_in, codec=codec, dtype=dtype, policy=policy)
+    served = options.pop("active_adapter") if _is_served(options.get("active_adapter")) else None
+    model = open_as(DistributedModelForCausalLM, name, way_in, codec=codec, dtype=dtype, policy=policy, adapter=served)
     try:
         _equip(model, options)
     except BaseException:
         model.close()
         raise
     return model
+
+
+def _is_served(adapter: object) -> bool:
+    """Whether it is the name or the digest of an adapter that servers announce, and nothing that PEFT could load."""
+    return isinstance(adapter, str) and "/" not in adapter and not is_adapter_folder(adapter)
 
 
 def _equip(model: Any, options: dict[str, Any]) -> None:  # Any: with any head

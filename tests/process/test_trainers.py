@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import peft
 import pytest
 import torch
+from accelerate import Accelerator
 from safetensors.torch import load_file
 from transformers import Trainer, TrainingArguments
 
@@ -138,3 +139,48 @@ def test_a_model_in_which_nothing_is_trained_has_nothing_to_save(pair: Pair, tmp
         pair.served.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="not here"):
         pair.served.push_to_hub("name")
+
+
+def _by_hand(model: Any, accelerator: Accelerator | None) -> torch.Tensor:
+    """The head's weights after a loop of one's own, whose gradients are summed over two batches."""
+    optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.05)
+    if accelerator is not None:
+        model, optimizer = accelerator.prepare(model, optimizer)
+    for first in range(0, 8, 2):
+        batch = _collated(_examples()[first : first + 2])
+        if accelerator is None:
+            (model(**batch).loss / 2).backward()
+            if first % 4 == 2:
+                optimizer.step()
+                optimizer.zero_grad()
+            continue
+        with accelerator.accumulate(model):
+            accelerator.backward(model(**batch).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    trained: torch.Tensor = getattr(model, "module", model).score.weight.detach().clone()
+    return trained
+
+
+def test_accelerate_and_a_loop_by_hand_learn_the_same(pair: Pair) -> None:
+    theirs, ours = _with_head(pair, "sequence-classification", num_labels=2)
+    start = copy.deepcopy(ours.score.state_dict())
+    expected = _by_hand(theirs, None)
+    assert _error(_by_hand(ours, None), expected) < 10 * FURTHEST
+    ours.score.load_state_dict(start)
+    found = _by_hand(ours, Accelerator(cpu=True, gradient_accumulation_steps=2))
+    assert _error(found, expected) < 10 * FURTHEST
+    assert _error(found, start["weight"]) > 0.01
+
+
+def test_autocast_is_of_the_clients_part_alone(pair: Pair) -> None:
+    """Servers compute in their own precision. The head is in bfloat16, and its loss differs by the error of that."""
+    _, ours = _with_head(pair, "sequence-classification", num_labels=2)
+    batch = _collated(_examples()[:4])
+    exact = ours(**batch).loss
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = ours(**batch)
+    assert output.logits.dtype == torch.bfloat16
+    assert 0 < _error(output.loss, exact) < 0.02
+    output.loss.backward()
+    assert ours.score.weight.grad.isfinite().all()

@@ -12,11 +12,12 @@ from safetensors.torch import save
 
 from llmnode.compute.gradients import _Row
 from llmnode.compute.load_executor import load_executor
+from llmnode.core.adapters import MOST_RANK
 from llmnode.core.operations import Adopt, Backward, Evaluate, Forget
 from llmnode.core.span import Span
 from llmnode.errors import AdapterError, LocalProtocolError
 from llmnode.models.fused import FusedSpan
-from llmnode.models.lora import MOST_RANK, Lora, matrices, targets_of, values_of
+from llmnode.models.lora import Lora, matrices, targets_of, values_of
 from llmnode.models.tensors import from_bytes, to_bytes
 from reference.lora import FURTHEST, adopt, digest, error
 from reference.small import HIDDEN_SIZE, KV_TOKENS, make_model, open_saved

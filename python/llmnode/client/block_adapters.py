@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from llmnode.client.absent_blocks import is_absent
+from llmnode.core.adapters import MOST_RANK
 from llmnode.errors import ConfigError
-from llmnode.models.lora import MOST_RANK, Lora, matrices, pack_part, values_of
+from llmnode.models.lora import Lora, matrices, pack_part, values_of
 from llmnode.models.tensors import version_of
 from llmnode.wire.adapter import make_adapter
 
@@ -38,10 +39,14 @@ class _Packed:
 
 
 class BlockAdapters:
-    """The adapter of all blocks of a model, as it is now. `blocks` are those of `absent_blocks`."""
+    """The adapter of all blocks of a model, as it is now. `blocks` are those of `absent_blocks`.
 
-    def __init__(self, model_digest: bytes, blocks: Sequence[torch.nn.Module]) -> None:
+    Without one of PEFT it is `own`, that of the connection, which stays as it is.
+    """
+
+    def __init__(self, model_digest: bytes, blocks: Sequence[torch.nn.Module], own: Adapter | None = None) -> None:
         self._model_digest = model_digest
+        self._own = own
         self.blocks = blocks
         self._paths = [[path for path, module in block.named_modules() if is_absent(module)] for block in blocks]
         self._packed: dict[int, _Packed] = {}
@@ -57,12 +62,17 @@ class BlockAdapters:
         return found
 
     def adapter(self, parts: Mapping[int, Part]) -> Adapter | None:
-        """The adapter that has these parts; the same one while they do not change. None if there are none."""
+        """The adapter that has these parts; the same one while they do not change. Without any, that of the connection.
+
+        Raises ConfigError if there are both.
+        """
         packed = {index: self._pack(index, part) for index, part in parts.items()}
         is_new = self._adapter is None or packed != self._packed
         self._packed = packed
         if not packed:
-            self._adapter = None
+            self._adapter = self._own
+        elif self._own is not None:
+            raise ConfigError("blocks compute one adapter: connect without `adapter`, or disable that of PEFT")
         elif is_new:
             self._adapter = make_adapter(self._model_digest, {index: each.content for index, each in packed.items()})
         return self._adapter

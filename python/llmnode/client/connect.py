@@ -22,6 +22,7 @@ from llmnode.models.embedded import open_embedded
 from llmnode.models.generation_config import generation_config
 from llmnode.models.load import load_ends
 from llmnode.models.open_model import open_model
+from llmnode.models.peft_folder import is_adapter_folder, read_adapter
 from llmnode.models.text.tokenizer import find_tokenizer
 from llmnode.net.addresses import parse_peer
 from llmnode.net.invite import Invite
@@ -31,6 +32,7 @@ from llmnode.session.peer_finder import PeerFinder
 from llmnode.session.relay_gate import check_choice
 from llmnode.session.router import Router
 from llmnode.session.saved import read
+from llmnode.session.served_adapter import with_served_adapter
 from llmnode.swarm.join import join_swarm
 from llmnode.wire.payload import Codec
 
@@ -76,7 +78,10 @@ class Client:
     and `generation_config` is transformers'. Several tasks may use it at once.
     """
 
-    def __init__(self, parts: ClientParts, router: Router, codec: Codec, policy: ClientPolicy) -> None:
+    def __init__(
+        self, parts: ClientParts, router: Router, codec: Codec, policy: ClientPolicy, adapter: Adapter | None = None
+    ) -> None:
+        """`adapter` is that of its sessions that have no other."""
         self.model = parts.model
         self.tokenizer = parts.tokenizer
         self.router = router
@@ -84,6 +89,7 @@ class Client:
         self.generation_config = parts.generation_config
         self.codec = codec
         self.policy = policy
+        self.adapter = adapter
 
     @property
     def swarm(self) -> Swarm:
@@ -121,7 +127,8 @@ class Client:
         """
         policy = self.policy if priority is None else replace(self.policy, priority=priority)
         policy = policy if waits else replace(policy, route=replace(policy.route, kv_patience_s=0))
-        async with self.router.open_session(max_length, self.codec, beside, policy, adapter, prompts) as session:
+        own = self.adapter if adapter is None else adapter
+        async with self.router.open_session(max_length, self.codec, beside, policy, own, prompts) as session:
             yield session
 
     async def transcript(self, session: InferenceSession) -> dict[str, Any]:  # Any: JSON
@@ -214,6 +221,7 @@ async def aconnect(
     parts: ClientParts | None = None,
     codec: str = "raw",
     dtype: str | PrecisionWish = AUTO,
+    adapter: str | None = None,
     link_policy: LinkPolicy | None = None,
     policy: ClientPolicy | None = None,
 ) -> AsyncIterator[Client]:
@@ -227,11 +235,13 @@ async def aconnect(
     compute in `dtype` are used: "float32" is exact, "float32+int8" has quantized weights, "float32+kv-int8" has
     quantized KV. "auto" is "float32" where the swarm serves the whole model in it, else the one of the most throughput,
     which a logged warning names. One that servers at a single address have comes after those of several.
-    `client.model.precision` is the one that was found. `policy` and `link_policy` are the limits and deadlines of
+    `client.model.precision` is the one that was found. `adapter` is the folder of a LoRA adapter that PEFT has saved,
+    which goes to the servers; or the name or the digest of one that servers announce, of which a logged warning says
+    whose word it is. All blocks then compute with it. `policy` and `link_policy` are the limits and deadlines of
     sessions and of links.
 
-    Raises ConfigError (an address, a name, an invite and a key), PeerError (no peer can be reached) or NoRoute (blocks
-    that nobody holds).
+    Raises ConfigError (an address, a name, an invite and a key), AdapterError, PeerError (no peer can be reached) or
+    NoRoute (blocks that nobody holds).
     Example:
 
     ```python
@@ -254,7 +264,12 @@ async def aconnect(
     async with joining as (pool, swarm):
         with single_error():
             router = await find_router(parts.model, wish, pool, swarm, policy)
-        yield Client(replace(parts, model=router.finder.model), router, Codec(codec), policy)
+            own: Adapter | None = None
+            if adapter is not None and is_adapter_folder(adapter):
+                own = (await trio.to_thread.run_sync(read_adapter, adapter, router.finder.model)).adapter
+            elif adapter is not None:
+                router = await with_served_adapter(router, adapter)
+        yield Client(replace(parts, model=router.finder.model), router, Codec(codec), policy, own)
 
 
 def _length_within(session: InferenceSession, prompt_tokens: int, length: int, *, is_fixed: bool) -> int:
@@ -295,7 +310,8 @@ async def aresume(
     way_in = entry(peers, swarm_key)
     way_in = check_way_in(replace(way_in, peers=tuple(dict.fromkeys((*way_in.peers, *saved.contacts)))))
     parts = parts or await _load_parts(way_in.hub_model)
-    parts = replace(parts, model=replace(parts.model, precision=saved.profile.precision))
+    profile = saved.profile
+    parts = replace(parts, model=replace(parts.model, precision=profile.precision, adapter=profile.adapter))
     _check_model(saved, parts.model)
     async with join_swarm(way_in.peers, link_policy or LinkPolicy(), saved.key, way_in.key) as (pool, swarm):
         router = Router(PeerFinder(parts.model, pool, swarm, policy))

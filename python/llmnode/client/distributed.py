@@ -57,7 +57,7 @@ class Connection:
     def blocks(self) -> RemoteBlocks:
         """All blocks of the model."""
         model = self.client.model
-        adapters = BlockAdapters(model.digest, absent_blocks(self.folder))
+        adapters = BlockAdapters(model.digest, absent_blocks(self.folder), self.client.adapter)
         return RemoteBlocks(self.portal, self._passes, Span(0, model.blocks), adapters)
 
     def distribute(self, whole: Any, config: PreTrainedConfig) -> Any:  # Any: as transformers types its models

@@ -23,13 +23,14 @@ if TYPE_CHECKING:
 Model = TypeVar("Model", bound=DistributedModelForCausalLM)
 
 
-def connect(
+def connect(  # noqa: PLR0913  # each is an option that users know, and all but the first are named
     name: str | None = None,
     *,
     peers: str | Sequence[str] | Invite = (),
     swarm_key: str | Path | None = None,
     codec: str = "raw",
     dtype: str = AUTO,
+    adapter: str | None = None,
     spot_check: float = 0.0,
     relayed_prefill: str = "wait",
     report: Callable[[str], None] = lambda _line: None,
@@ -42,16 +43,27 @@ def connect(
 
     `codec` is how hidden states cross the wire: "raw" is exact; "fp16", "bf16" and "int8" are lossy and smaller. Only
     servers that compute in `dtype` are used: "float32" is exact, "float32+int8" and the like have quantized weights
-    (`core.model.PRECISIONS`), and "auto" takes what the swarm serves, as `aconnect` says. `spot_check` is the share of
-    what they compute that others compute again (`session/spot_checks.py`); a session that so finds a cheat ends with
-    SessionLost. `relayed_prefill` is for long prompts to servers that are reached through a relay: "wait" some seconds
-    for a direct way and then use the relay, "allow" that at once, or "refuse" it with ConfigError. `report` is told in
-    a line what takes long, as a download does. The model is a context manager; or call `close()` when done. Raises
-    ConfigError, PeerError or NoRoute.
+    (`core.model.PRECISIONS`), and "auto" takes what the swarm serves, as `aconnect` says. `adapter` is the folder of a
+    LoRA adapter that PEFT has saved, or the name or digest of one that servers announce (`llmnode adapters`). Blocks
+    compute with it, and it is not trained. `spot_check` is the share of what they compute that others compute again
+    (`session/spot_checks.py`); a session that so finds a cheat ends with SessionLost, and training goes on without the
+    cheat. `relayed_prefill` is for long prompts to servers that are reached through a relay: "wait" some seconds for a
+    direct way and then use the relay, "allow" that at once, or "refuse" it with ConfigError. `report` is told in a line
+    what takes long, as a download does. The model is a context manager; or call `close()` when done. Raises
+    ConfigError, AdapterError, PeerError or NoRoute.
     """
     policy = ClientPolicy(spot_checks=SpotCheckPolicy(spot_check), relayed=RelayedPolicy(prefill=relayed_prefill))
     name, way_in = model_and_way_in(name, peers, swarm_key)
-    return open_as(DistributedModelForCausalLM, name, way_in, codec=codec, dtype=dtype, policy=policy, report=report)
+    return open_as(
+        DistributedModelForCausalLM,
+        name,
+        way_in,
+        codec=codec,
+        dtype=dtype,
+        policy=policy,
+        adapter=adapter,
+        report=report,
+    )
 
 
 def open_as(
@@ -62,6 +74,7 @@ def open_as(
     codec: str,
     dtype: str,
     policy: ClientPolicy,
+    adapter: str | None = None,
     report: Callable[[str], None] = lambda _line: None,
 ) -> Model:
     """Connect as `connect` does, with any `policy`, to a model of a class of ours. Raises as `connect` does."""
@@ -71,7 +84,7 @@ def open_as(
     with ExitStack() as stack:
         portal = stack.enter_context(open_portal())
         client = stack.enter_context(
-            portal.enter(aconnect(way_in, parts=parts, codec=codec, dtype=dtype, policy=policy))
+            portal.enter(aconnect(way_in, parts=parts, codec=codec, dtype=dtype, adapter=adapter, policy=policy))
         )
         return kind(Connection(folder, parts.ends, client, portal, stack.pop_all()))
 

@@ -5,13 +5,14 @@ Bytes and signatures are made elsewhere (`llmnode.wire.announcement`, `llmnode.n
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from llmnode.core.speed import UNMEASURED, AnnouncedSpeed
 
 if TYPE_CHECKING:
+    from llmnode.core.adapters import AnnouncedAdapter
     from llmnode.core.ids import PeerId
     from llmnode.core.model import Profile
     from llmnode.core.span import Span
@@ -57,6 +58,15 @@ class Offer:
     speed: AnnouncedSpeed = UNMEASURED
     moves_to: Span | None = None
     """The blocks that the peer is going to serve instead: it loads them already, or once its sessions have ended."""
+    adapters: tuple[AnnouncedAdapter, ...] = ()
+    """Those that it holds for its blocks, beside the adapters that clients bring."""
+
+    def computes(self, profile: Profile) -> bool:
+        """Whether it says that it computes in this profile, be it with an adapter that it announces."""
+        if self.profile == profile:
+            return True
+        held = (replace(self.profile, adapter=bytes(each.digest)) for each in self.adapters)
+        return self.profile.adapter is None and profile in held
 
     @property
     def speed_tokens_per_s(self) -> float:

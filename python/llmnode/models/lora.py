@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.functional import linear
 
+from llmnode.core.adapters import MOST_RANK
 from llmnode.errors import AdapterError
 from llmnode.models.weights.packed_linear import HalfLinear, Q4Linear, Q8Linear
 from llmnode.models.weights.quantized import Int8Linear, NF4Linear
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 
     from llmnode.core.operations import Buffer
 
-MOST_RANK = 256
-"""A higher rank costs a small model's layer as much as its own weights."""
 _MOST_HEADER_BYTES = 1 << 16
 """A part has some dozens of tensors, and a header takes about 100 bytes for each."""
 _LENGTH_BYTES = 8

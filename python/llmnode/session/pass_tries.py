@@ -36,13 +36,17 @@ class PassTries:
         self._failures = StepFailures(finder.policy.recovery)
         self._unable: set[PeerId] = set()
 
+    @property
+    def unfit(self) -> set[PeerId]:
+        """Peers that cannot take this pass, be it in a hurry."""
+        return self._unable | {each.peer for each in self._finder.pool.living() if self._is_too_old(each)}
+
     async def next_hop(self, span: Span) -> tuple[Span, PeerConnection]:
         """The first hop of the best route through `span`. Raises NoRoute or SessionLost after too long."""
         hurry = False
         while True:
             try:
-                unfit = {each.peer for each in self._finder.pool.living() if self._is_too_old(each)}
-                avoided = self._failures.avoided(hurry=hurry) | self._unable | unfit
+                avoided = self._failures.avoided(hurry=hurry) | self.unfit
                 route, connections = await self._finder.find(span, 0, avoided, hurry=hurry)
             except NoRoute as absence:
                 self._begin_deadline()

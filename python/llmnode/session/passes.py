@@ -29,12 +29,13 @@ from llmnode.errors import (
     RemoteProtocolError,
     single_error,
 )
+from llmnode.session.pass_checks import PassAnswer, PassChecks
 from llmnode.session.pass_tries import PassTries
 from llmnode.wire import deep_prompts
 from llmnode.wire.deep_prompts import are_sound, most_prompts, prompts_extension
 from llmnode.wire.fields import MOST_SEQUENCES
 from llmnode.wire.frame import FrameType
-from llmnode.wire.messages import PROMPTS, RefusalCode, pack, unpack
+from llmnode.wire.messages import FROZEN_ADAPTER, RefusalCode, pack, unpack
 from llmnode.wire.pass_deadline import deadline_extension
 from llmnode.wire.pass_messages import Pass, Passed
 from llmnode.wire.payload import Codec, HiddenForm, decode_hidden
@@ -133,6 +134,7 @@ class SwarmPasses:
         self._priority = priority
         self._patience = PassPatience(finder.policy.passes)
         self._slots = trio.CapacityLimiter(AT_ONCE)
+        self.checks = PassChecks(finder, codec)
 
     async def outputs(
         self,
@@ -148,6 +150,8 @@ class SwarmPasses:
         second result. Raises ConfigError for what no server can take, NoRoute if nobody holds some of the blocks, and
         SessionLost if peers failed for too long.
         """
+        if adapter is not None and self.model.adapter is not None:
+            raise ConfigError("blocks compute one adapter: this client names another one that servers hold")
         row_bytes = self.model.row_bytes
         if (longest := max(lengths)) * row_bytes > LONGEST_BYTES:
             raise ConfigError(f"{longest} positions in a row: a pass has at most {LONGEST_BYTES // row_bytes}")
@@ -202,7 +206,7 @@ class SwarmPasses:
         if not self._form.can_carry(gradient):
             return overflow()
         parts = split_rows(gradient, [each.positions for each in batches])
-        found: list[tuple[Buffer, Mapping[int, _Answer]] | None] = [None] * len(crossed)
+        found: list[tuple[Buffer, Mapping[int, PassAnswer]] | None] = [None] * len(crossed)
 
         async def go_back(number: int) -> None:
             found[number] = await self._go_back(crossed[number], parts[number])
@@ -239,7 +243,7 @@ class SwarmPasses:
             blocks, connection = await tries.next_hop(batch.first_of(Span(start, end)))
             began_s = trio.current_time()
             try:
-                answer = await self._ask(FrameType.EVALUATE, blocks, batch, [hidden], connection)
+                answer = await self._checked(FrameType.EVALUATE, blocks, batch, [hidden], connection, tries)
             except PeerError as error:
                 tries.failed(error.blame(connection.peer), trio.current_time() - began_s)
                 continue
@@ -248,7 +252,7 @@ class SwarmPasses:
             hidden, start = answer.rows, blocks.end
         return borders, hidden
 
-    async def _go_back(self, crossed: Crossed, gradient: Buffer) -> tuple[Buffer, Mapping[int, _Answer]] | None:
+    async def _go_back(self, crossed: Crossed, gradient: Buffer) -> tuple[Buffer, Mapping[int, PassAnswer]] | None:
         """The second result has the answers by the first block that they are of.
 
         None if a server says that its gradients overflow. Others would say the same, and one that lies could as well
@@ -256,17 +260,18 @@ class SwarmPasses:
         """
         borders, batch = list(crossed.borders), crossed.batch
         tries = PassTries(self._finder, batch.adapter, has_prompts=bool(batch.prompts))
-        answers: dict[int, _Answer] = {}
+        answers: dict[int, PassAnswer] = {}
         while borders:
             span, hidden = borders.pop()
             blocks, connection = await tries.next_hop(span)
             began_s = trio.current_time()
             try:
                 if blocks != span:  # nobody holds all of these blocks any more
-                    answer = await self._ask(FrameType.EVALUATE, blocks, batch, [hidden], connection)
+                    answer = await self._checked(FrameType.EVALUATE, blocks, batch, [hidden], connection, tries)
                     borders += [(blocks, hidden), (Span(blocks.end, span.end), answer.rows)]
                 else:
-                    answer = await self._ask(FrameType.BACKWARD, span, batch, [hidden, gradient], connection)
+                    given = [hidden, gradient]
+                    answer = await self._checked(FrameType.BACKWARD, span, batch, given, connection, tries)
                     gradient, answers[span.start] = answer.rows, answer
             except PeerError as error:
                 if isinstance(error, PeerRefused) and error.code == RefusalCode.OVERFLOW:
@@ -277,9 +282,25 @@ class SwarmPasses:
                 tries.worked()
         return gradient, answers
 
+    async def _checked(
+        self,
+        question: FrameType,
+        blocks: Span,
+        batch: Batch,
+        numbers: Sequence[Buffer],
+        connection: PeerConnection,
+        tries: PassTries,
+    ) -> PassAnswer:
+        """Have one server do a pass, and now and then another one too. Raises PeerError of the first one."""
+        ask, began_s = partial(self._ask, question, blocks, batch, numbers), trio.current_time()
+        answer = await ask(connection)
+        is_gradient, took_s = question is FrameType.BACKWARD, trio.current_time() - began_s
+        check = partial(self.checks.checked, is_gradient=is_gradient, unfit=tries.unfit)
+        return await check(answer, connection, blocks, took_s, ask)
+
     async def _ask(
         self, question: FrameType, blocks: Span, batch: Batch, numbers: Sequence[Buffer], connection: PeerConnection
-    ) -> _Answer:
+    ) -> PassAnswer:
         """Have one server do a pass. Raises PeerError."""
         form = self._form
         adapter, prompts = batch.adapter_within(blocks), batch.prompts_of(blocks)
@@ -294,16 +315,20 @@ class SwarmPasses:
         cost = (1 if is_forward else BACKWARD_COST) * positions * len(blocks)
         size = PassSize(cost, len(halves) * rows_bytes + prompts.size_bytes + answer_bytes)
         timeout_s = self._patience.timeout_s(connection.peer, size)
+        profile = self.model.profile if adapter is None else replace(self.model.profile, adapter=adapter.digest)
+        needed = prompts_extension(prompts)
+        if self.model.adapter is not None and not is_forward:
+            needed[FROZEN_ADAPTER] = True  # we have not its numbers
         meta = pack(
             Pass(
-                **profile_fields(replace(self.model.profile, adapter=None if adapter is None else adapter.digest)),
+                **profile_fields(profile),
                 span_start=blocks.start,
                 span_end=blocks.end,
                 codec=form.codec,
                 priority=self._priority.name.lower(),
                 lengths=list(batch.lengths),
-                extensions=deadline_extension(timeout_s) | prompts_extension(prompts),
-                required=[PROMPTS] if prompts else None,  # a server that does not know them is not to ignore them
+                extensions=deadline_extension(timeout_s) | needed,
+                required=[*needed] or None,  # a server that does not know them is not to ignore them
             )
         )
         payload = b"".join([*halves, prompts.values])
@@ -327,7 +352,7 @@ class SwarmPasses:
         except RemoteProtocolError as error:
             raise error.blame(connection.peer, blocks) from None
 
-    def _read(self, answer: Frame, positions: int, trained: tuple[int, int]) -> _Answer:
+    def _read(self, answer: Frame, positions: int, trained: tuple[int, int]) -> PassAnswer:
         """`trained` are the numbers of the adapter and of prompts. Raises RemoteProtocolError for a wrong answer."""
         form = self._form
         unpack(Passed, answer.meta)
@@ -339,13 +364,4 @@ class SwarmPasses:
         if not form.is_sound(rows, positions) or not np.isfinite(of_trained).all():
             raise RemoteProtocolError("answers a pass with numbers that are not finite, or too large")
         hidden = decode_hidden(rows, form.codec, positions * form.hidden_size)
-        return _Answer(hidden, of_trained[: trained[0]], of_trained[trained[0] :])
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """One server's numbers: hidden states or gradients for them, and gradients for adapters and prompts."""
-
-    rows: Buffer
-    of_adapter: np.ndarray
-    of_prompts: np.ndarray
+        return PassAnswer(hidden, of_trained[: trained[0]], of_trained[trained[0] :])

@@ -321,7 +321,7 @@ class PeerFinder:
         usable = [
             each
             for each in holders
-            if each.offer.profile == model.profile
+            if each.offer.computes(model.profile)
             and each.offer.kv_tokens >= positions
             and route.may_use(each.peer)
             and not self._suspicion.is_excluded(each.peer, now_s)

@@ -76,6 +76,8 @@ class Router:
             raise ConfigError("deep prompts that are not finite, or too large: they are not sent")
         if (most := most_prompts(self.finder.model.row_bytes)) < prompts.positions:
             raise ConfigError(f"{prompts.positions} prompts before a block: servers take {most} of this model")
+        if adapter is not None and self.finder.model.adapter is not None:
+            raise ConfigError("blocks compute one adapter: this client names another one that servers hold")
         model = self.finder.model if adapter is None else replace(self.finder.model, adapter=adapter.digest)
         terms = SessionTerms(model, max_length, codec, policy or self.finder.policy, adapter, prompts)
         async with AsyncExitStack() as stack:

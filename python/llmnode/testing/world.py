@@ -7,6 +7,7 @@ import random
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 import trio
@@ -32,8 +33,9 @@ from llmnode.testing.worker import ExactSource
 from llmnode.wire.payload import Codec
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
+    from llmnode.core.adapters import AnnouncedAdapter
     from llmnode.core.announcement import PeerState
     from llmnode.core.ids import PeerId
     from llmnode.core.model import ModelInfo
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     from llmnode.swarm.pool import ConnectionPool
     from llmnode.testing.network import MemoryInternet, MemoryNetwork
     from llmnode.testing.worker import ExactWorker
+    from llmnode.wire.adapter import Adapter
 
 FORWARD_S = 0.01
 KV_TOKENS = 400
@@ -146,6 +149,7 @@ class World:
         self._serve_policy = serve_policy
         self._swarm_policy = swarm_policy
         self._said_us: dict[str, int] = {}
+        self._adapters: dict[str, Mapping[AnnouncedAdapter, Adapter]] = {}
         self._lives = 0
 
     async def start(
@@ -158,14 +162,16 @@ class World:
         now_ms: Callable[[], int] = simulated_ms,
         report_move: Callable[[str], None] | None = None,
         said_us: int = SAID_BLOCK_US,
+        adapters: Mapping[AnnouncedAdapter, Adapter] = MappingProxyType({}),
     ) -> ServingNode:
         """A server of `span`, and of the world's model: it announces that even if it serves another `model`.
 
         Unless it is told its `contacts`, it is told all nodes that live. With `report_move` it rebalances.
-        It announces that a block takes it `said_us`.
+        It announces that a block takes it `said_us`, and `adapters`, which it holds.
         """
         contacts = self._contacts() if contacts is None else contacts
         self._said_us[name] = said_us
+        self._adapters[name] = adapters
         node: ServingNode = await self._nursery.start(
             self._serve, name, span, model or self.model, contacts, now_ms, report_move
         )
@@ -292,7 +298,8 @@ class World:
                 return ComputeSpeed(rate, rate, rate)
 
             source = ExactSource(model, KV_TOKENS, FORWARD_S)
-            server = Server(life.network, model, self._serve_policy, life.swarm, pushes, on_bug=raise_bug)
+            own = self._adapters[name]
+            server = Server(life.network, model, self._serve_policy, life.swarm, pushes, own, on_bug=raise_bug)
             role = Role(source, self.model, span, server, life.swarm, measure=measure)
             role.learns = False
             node = ServingNode(name, life.network, life.pool, life.swarm, life.scope, source, server, role)

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgpack
 
+from llmnode.core.adapters import AnnouncedAdapter
 from llmnode.core.announcement import Announcement, Offer, PeerState, SignedAnnouncement, SignedBody
-from llmnode.core.ids import PeerId
+from llmnode.core.ids import AdapterId, PeerId
 from llmnode.core.span import Span
 from llmnode.core.speed import AnnouncedSpeed
 from llmnode.errors import RemoteProtocolError
@@ -91,6 +92,7 @@ def _fields_of(announcement: Announcement) -> AnnouncementBody:
         round_trips_us=dict(offer.speed.round_trips_us) or None,
         next_start=None if offer.moves_to is None else offer.moves_to.start,
         next_end=None if offer.moves_to is None else offer.moves_to.end,
+        adapters=[[each.name, bytes(each.digest), each.rank] for each in offer.adapters] or None,
     )
 
 
@@ -125,6 +127,7 @@ def unpack_announcement(body: Buffer, signature: Buffer) -> SignedAnnouncement:
             tuple((PeerId(peer), us) for peer, us in (fields.round_trips_us or {}).items()),
         ),
         moves_to=moves_to,
+        adapters=tuple(AnnouncedAdapter(name, AdapterId(digest), rank) for name, digest, rank in fields.adapters or []),
     )
     announcement = Announcement(
         PeerId(fields.peer), tuple(fields.addresses), fields.sequence, fields.expires_ms, fields.software, offer

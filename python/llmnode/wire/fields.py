@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import re
 import reprlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
 import msgpack
 
+from llmnode.core.adapters import MOST_ADAPTERS, MOST_RANK, NAME_PATTERN
 from llmnode.core.ids import SESSION_ID_BYTES
 from llmnode.errors import RemoteProtocolError
 
@@ -71,6 +73,21 @@ class Named:
     deepest: int
 
 
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Bounds of a list, from 1 on, of lists that have one value for each of `kinds`: `Annotated` types."""
+
+    most: int
+    kinds: tuple[Any, ...]  # Any: typing constructs
+
+
+@dataclass(frozen=True, slots=True)
+class Matches:
+    """The whole text matches `pattern`, which bounds its length."""
+
+    pattern: str
+
+
 ADDRESS_CHARS = 300
 NAME_CHARS = 64
 """The longest name of a field or an extension."""
@@ -96,6 +113,8 @@ Name = Annotated[str, Sized(1, 200)]
 PeerName = Annotated[str, Sized(0, 200)]
 Text = Annotated[str, Sized(0, 2000)]
 Lengths = Annotated[list[int], Numbers(MOST_SEQUENCES, 1, 2**32 - 1)]
+_AdapterName = Annotated[str, Matches(NAME_PATTERN)]
+_Rank = Annotated[int, Between(1, MOST_RANK)]
 
 # Optional fields: left out of the map where they are None.
 OptionalDigest = Annotated[bytes | None, Sized(32, 32)]
@@ -104,6 +123,7 @@ RoundTrips = Annotated[dict[str, int] | None, Counts(MOST_ROUND_TRIPS, 100, 0, 2
 """Microseconds, by peer."""
 OptionalSignature = Annotated[bytes | None, Sized(64, 64)]
 OptionalCount = Annotated[int | None, Between(1, 2**32 - 1)]
+OptionalAdapters = Annotated[list[list[Any]] | None, Rows(MOST_ADAPTERS, (_AdapterName, Digest, _Rank))]
 Extensions = Annotated[dict[str, Any] | None, Named(MOST_EXTENSIONS, DEEPEST)]  # Any: each extension has its own values
 ExtensionNames = Annotated[list[str] | None, Texts(MOST_EXTENSIONS, NAME_CHARS)]
 
@@ -162,6 +182,20 @@ def check_of(hint: Any) -> Callable[[Any], bool]:  # Any: a typing construct
                 and all(type(name) is str and 1 <= len(name) <= bounds.longest for name in value)
                 and all(type(item) is int and bounds.low <= item <= bounds.high for item in value.values())
             )
+        case Rows():
+            checks = [check_of(each) for each in bounds.kinds]
+            return lambda value: (
+                type(value) is list
+                and 1 <= len(value) <= bounds.most
+                and all(
+                    type(row) is list
+                    and len(row) == len(checks)
+                    and all(check(item) for check, item in zip(checks, row, strict=True))
+                    for row in value
+                )
+            )
+        case Matches():
+            return lambda value: type(value) is str and re.fullmatch(bounds.pattern, value) is not None
         case Named():
             return lambda value: (
                 type(value) is dict

@@ -29,6 +29,7 @@ from llmnode.wire.fields import (
     Microseconds,
     Milliseconds,
     Name,
+    OptionalAdapters,
     OptionalCount,
     OptionalDigest,
     OptionalSignature,
@@ -275,6 +276,8 @@ class AnnouncementBody:
     next_start: OptionalU32 = None
     next_end: OptionalCount = None
     """The span that the peer is going to serve instead, if both are there."""
+    adapters: OptionalAdapters = None
+    """Adapters that the peer holds for its blocks: a name, a digest and a rank of each."""
 
 
 Extended: TypeAlias = Description | OpenRequest | Neighbours | Pass
@@ -282,10 +285,12 @@ Extended: TypeAlias = Description | OpenRequest | Neighbours | Pass
 DEADLINE_MS = "deadline_ms"
 PROMPTS = "prompts"
 POSITIONS = "positions"
+FROZEN_ADAPTER = "frozen_adapter"
+"""The client wants no gradients for the numbers of the adapter, which it need not have."""
 EXTENSIONS: Mapping[type[Any], Set[str]] = {
     **{kind: frozenset() for kind in get_args(Extended)},
     OpenRequest: {PROMPTS, POSITIONS},
-    Pass: {DEADLINE_MS, PROMPTS},
+    Pass: {DEADLINE_MS, FROZEN_ADAPTER, PROMPTS},
 }
 """The names that are known here. Others are ignored, unless the message requires them."""
 

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llmnode.core.adapters import MOST_ADAPTERS, MOST_RANK, AnnouncedAdapter
 from llmnode.core.announcement import Announcement, Offer, PeerState, SignedAnnouncement
-from llmnode.core.ids import PeerId
+from llmnode.core.ids import AdapterId, PeerId
 from llmnode.core.model import Precision, Profile
 from llmnode.core.policy import SwarmPolicy
 from llmnode.core.span import Span
@@ -109,6 +110,28 @@ def test_what_is_packed_is_unpacked() -> None:
         ({"peer": ""}, "peer"),
         ({"sequence": -1}, "sequence"),
         ({"model_digest": b"short"}, "model_digest"),
+        *(
+            ({"adapters": value}, "adapters")
+            for value in (
+                [],
+                [["name", b"d" * 32, 8]] * 9,
+                [["", b"d" * 32, 8]],
+                [["a/b", b"d" * 32, 8]],
+                [["\x1b[2J", b"d" * 32, 8]],
+                [["x" * 65, b"d" * 32, 8]],
+                [["name", b"d" * 31, 8]],
+                [["name", "d" * 32, 8]],
+                [["name", b"d" * 32, 0]],
+                [["name", b"d" * 32, MOST_RANK + 1]],
+                [["name", b"d" * 32, True]],
+                [["name", b"d" * 32]],
+                [["name", b"d" * 32, 8, 1]],
+                [b"name"],
+                {"name": 1},
+                "name",
+                None,
+            )
+        ),
     ],
     ids=str,
 )
@@ -116,6 +139,23 @@ def test_an_announcement_of_something_impossible_is_refused(changes: dict[str, o
     fields = msgpack.unpackb(signed().signed.body) | changes
     with pytest.raises(RemoteProtocolError, match=message):
         unpack_announcement(msgpack.packb(fields), b"s" * 64)
+
+
+ADAPTERS = tuple(AnnouncedAdapter(f"{number}" * 64, AdapterId(bytes([number] * 32)), MOST_RANK) for number in range(8))
+
+
+def test_adapters_are_announced_within_the_limit_of_an_announcement_and_left_out_for_protocol_1() -> None:
+    assert len(ADAPTERS) == MOST_ADAPTERS
+    addresses = tuple(f"/dns/{'x' * 100}/tcp/65535/p2p/p2p-circuit/p2p/{'y' * 52}/p2p/peer" for _ in range(8))
+    offer = replace(OFFER, model="m" * 100, adapters=ADAPTERS)
+    announcement = Announcement(PeerId("peer"), addresses, NOW_MS, NOW_MS + 45_000, "llmnode/1", offer)
+    one = sign_announcement(announcement, lambda _body: b"s" * 64)
+    assert one.announcement == announcement
+    assert len(one.signed.body) < POLICY.announcement_bytes
+    assert unpack_announcement(one.signed.body, one.signed.signature) == one
+    assert one.in_version_1 is not None
+    assert "adapters" not in msgpack.unpackb(one.in_version_1.body)
+    assert "adapters" not in msgpack.unpackb(signed().signed.body)
 
 
 more = st.recursive(

@@ -5,7 +5,7 @@ Knows no network: what is announced is told, a sentence is answered.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from llmnode.core.announcement import PeerState
@@ -55,8 +55,9 @@ def explain_absence(
     ours = [each for each in announcements if each.offer.profile.model_digest == model.digest]
     holders = [each for each in ours if any(_overlap(each.offer.span, span) for span in missing)]
     found = (
-        _of_holders([each for each in holders if each.offer.profile == model.profile], positions, excluded, failed)
+        _of_holders([each for each in holders if each.offer.computes(model.profile)], positions, excluded, failed)
         or _of_precisions(model, holders)
+        or _of_adapters(model, holders)
         or _of_doubles(ours)
         or _of_variants(model, [each for each in announcements if each not in ours])
         or _of_others(model, announcements)
@@ -110,6 +111,16 @@ def _of_precisions(model: ModelInfo, holders: Sequence[Announcement]) -> Absence
         return Absence(text, "get a newer llmnode, or start servers for them")
     options = f"--dtype {held.dtype} --quant {held.quant} --kv-dtype {held.kv_dtype}"
     return Absence(text, f"give {options}, or start servers for them")
+
+
+def _of_adapters(model: ModelInfo, holders: Sequence[Announcement]) -> Absence | None:
+    """The cause if the blocks are held, and the adapter that the client names is not."""
+    base = replace(model.profile, adapter=None)
+    without = [each.peer for each in holders if each.offer.state is PeerState.ONLINE and each.offer.profile == base]
+    if model.adapter is None or not without:
+        return None
+    text = f"{_named(without)} holds some, and does not announce the adapter {model.adapter.hex()}"
+    return Absence(text, "give the folder of the adapter, or have such a server started with --adapters FOLDER")
 
 
 def _of_doubles(ours: Sequence[Announcement]) -> Absence | None:

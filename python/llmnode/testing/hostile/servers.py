@@ -11,6 +11,7 @@ import trio
 
 from llmnode import _native
 from llmnode.core.ids import Step
+from llmnode.core.operations import Backward, Computed, Evaluate
 from llmnode.core.span import Span
 from llmnode.testing.hostile.role import HostileRole
 from llmnode.testing.network import peer_named
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from llmnode.core.ids import PeerId
+    from llmnode.core.operations import Operation
     from llmnode.testing.link import Tamper
     from llmnode.testing.world import ServingNode, World
     from llmnode.wire.frame import Buffer
@@ -194,6 +196,39 @@ class NanServer(HostileServers):
             return [replace(frame, meta=pack(result), payload=payload)]
 
         node.network.tamper = spoil
+
+
+@dataclass(frozen=True, slots=True)
+class PassLiar(HostileServers):
+    """It computes a share of the passes wrongly: outputs, gradients, or both.
+
+    The lie is a number of `flipped` bits. Without it each such peer has one of its own.
+    """
+
+    outputs: bool = True
+    gradients: bool = True
+    lying_share: float = 1.0
+    flipped: int | None = None
+
+    @classmethod
+    def draw(cls, rng: random.Random) -> PassLiar:
+        kinds = rng.choice(((True, True), (True, False), (False, True)))
+        return cls(*cls.draw_peers(rng), rng.choice(SPANS), 1, *kinds, rng.choice((1.0, 0.3)))
+
+    def corrupt(self, node: ServingNode) -> None:
+        worker, rng = node.worker, random.Random(node.name)
+        do, flipped = worker.do, self.flipped or rng.randrange(1, 128)
+
+        async def do_wrongly(operation: Operation[object]) -> object:
+            computed = await do(operation)
+            is_meant = (self.outputs and isinstance(operation, Evaluate)) or (
+                self.gradients and isinstance(operation, Backward)
+            )
+            if not is_meant or not isinstance(computed, Computed) or rng.random() >= self.lying_share:
+                return computed
+            return replace(computed, hidden=bytes([computed.hidden[0] ^ flipped, *bytes(computed.hidden)[1:]]))
+
+        worker.do = do_wrongly  # type: ignore[method-assign,assignment]
 
 
 @dataclass(frozen=True, slots=True)

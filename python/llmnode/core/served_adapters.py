@@ -1,0 +1,73 @@
+"""The adapters that a swarm announces, and the one among them that a client names."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from llmnode.core.errors import ConfigError
+from llmnode.core.ids import ADAPTER_ID_BYTES
+from llmnode.core.route import uncovered
+from llmnode.core.view import online
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from llmnode.core.adapters import AnnouncedAdapter
+    from llmnode.core.announcement import Announcement
+    from llmnode.core.model import Profile
+    from llmnode.core.span import Span
+
+NAMED = 4
+"""A message names at most this many adapters: peers may announce any number."""
+_DIGEST = re.compile(f"[0-9a-fA-F]{{{2 * ADAPTER_ID_BYTES}}}")
+
+
+@dataclass(frozen=True, slots=True)
+class ServedAdapter:
+    """An adapter, and the servers that say that they hold it, all for one `profile`, which is that of the base."""
+
+    adapter: AnnouncedAdapter
+    profile: Profile
+    servers: tuple[Announcement, ...]
+
+    @property
+    def missing(self) -> list[Span]:
+        """The blocks of the model for which no server that is online holds it."""
+        return uncovered(self.servers[0].offer.blocks, [each.offer.span for each in online(self.servers)])
+
+
+def served_adapters(announcements: Sequence[Announcement]) -> list[ServedAdapter]:
+    """The adapters that they announce, by model, name and digest. Those with other names or ranks are apart."""
+    found: dict[tuple[Profile, AnnouncedAdapter], list[Announcement]] = {}
+    for each in announcements:
+        for adapter in each.offer.adapters:
+            found.setdefault((each.offer.profile, adapter), []).append(each)
+    served = [ServedAdapter(adapter, profile, tuple(servers)) for (profile, adapter), servers in found.items()]
+    return sorted(served, key=lambda each: (each.profile.key, each.adapter.name, each.adapter.digest))
+
+
+def find_adapter(wanted: str, announcements: Sequence[Announcement], profile: Profile) -> ServedAdapter:
+    """The adapter for the base of this `profile` whose name or digest, in hexadecimal, is `wanted`.
+
+    Raises ConfigError if nobody announces it, and if several adapters have that name.
+    """
+    served = [each for each in served_adapters(online(announcements)) if each.profile == profile]
+    if _DIGEST.fullmatch(wanted):
+        found = [each for each in served if each.adapter.digest.hex() == wanted.lower()]
+    else:
+        found = [each for each in served if each.adapter.name == wanted]
+    digests = sorted({each.adapter.digest.hex() for each in found})
+    if len(digests) > 1:
+        some = ", ".join(digests[:NAMED])
+        raise ConfigError(f"servers announce {len(digests)} adapters named {wanted!r}: give one by its digest, {some}")
+    if not found:
+        names = sorted({each.adapter.name for each in served})[:NAMED]
+        there = f"there are {', '.join(names)}" if names else "none is announced for this model and precision"
+        raise ConfigError(
+            f"{wanted!r} is no folder, and no server announces an adapter of that name or digest: {there}. "
+            "Give the folder of the adapter, or see `llmnode adapters`"
+        )
+    servers = {each.peer: each for one in found for each in one.servers}
+    return ServedAdapter(found[0].adapter, profile, tuple(servers.values()))

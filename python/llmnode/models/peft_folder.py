@@ -1,0 +1,241 @@
+"""A LoRA adapter in a folder as PEFT saves it, as the parts that servers take. It reads safetensors, never a pickle.
+
+The parts are byte for byte those of a client that loads the same folder by PEFT, so both have the same digest. Torch is
+not imported: a server reads its adapters in a process that computes nothing.
+"""
+
+from __future__ import annotations
+
+import re
+import reprlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from llmnode.core.adapters import MOST_RANK, NAME_PATTERN, AnnouncedAdapter
+from llmnode.core.model import FP32_BYTES
+from llmnode.core.user_input import expand_path
+from llmnode.errors import AdapterError, ConfigError, ModelError
+from llmnode.models.families import FAMILIES
+from llmnode.models.sources.checkpoint import ADAPTER_FILE
+from llmnode.models.sources.damage import read_json
+from llmnode.wire.adapter import make_adapter
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from llmnode.core.model import ModelInfo
+    from llmnode.wire.adapter import Adapter
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+PICKLE_FILE = "adapter_model.bin"
+MOST_BYTES = 512 << 20
+"""Servers hold this much of all adapters together (`BudgetPolicy.adapter_bytes`)."""
+_PREFIXES = "|".join(sorted({re.escape(family.block_prefix) for family in FAMILIES.values()}))
+_TENSOR = re.compile(rf"base_model\.model\.({_PREFIXES})([0-9]{{1,4}})\.([\w.]+)\.lora_([AB])\.weight")
+_REFUSED: Mapping[str, str] = {
+    "use_dora": "DoRA",
+    "lora_bias": "a bias of LoRA",
+    "modules_to_save": "modules beside LoRA (modules_to_save)",
+    "layer_replication": "replicated layers",
+    "trainable_token_indices": "trained tokens",
+    "use_qalora": "QALoRA",
+    "use_bdlora": "block-diagonal LoRA",
+    "target_parameters": "LoRA of parameters (target_parameters)",
+}
+"""Options of PEFT that servers do not compute, and what they are called."""
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class LocalAdapter:
+    """An adapter that was read. `rank` is the largest of its layers, `base` the base model as its config names it."""
+
+    name: str
+    base: str
+    rank: int
+    adapter: Adapter
+
+    @property
+    def announced(self) -> AnnouncedAdapter:
+        return AnnouncedAdapter(self.name, self.adapter.digest, self.rank)
+
+
+def is_adapter_folder(text: str) -> bool:
+    """Whether `text` is the path of a folder, so that it is no name of an adapter."""
+    try:
+        return expand_path(text).is_dir()
+    except (ConfigError, OSError):
+        return False
+
+
+def read_adapter(text: str, model: ModelInfo) -> LocalAdapter:
+    """The adapter for `model` in the folder FOLDER, where `text` is FOLDER or NAME=FOLDER. Blocks while it reads.
+
+    Raises ConfigError for a folder that is none of PEFT's, and AdapterError for an adapter that servers cannot compute.
+    """
+    name, found, folder = text.partition("=")
+    if not found or not re.fullmatch(NAME_PATTERN, name):
+        name, folder = "", text
+    path = expand_path(folder)
+    if not path.is_dir():
+        raise ConfigError(
+            f"the adapter {folder!r} is no folder: give one that PEFT has saved, with {ADAPTER_FILE} and "
+            f"{WEIGHTS_FILE}. `hf download ORG/NAME --local-dir FOLDER` gets one of the hub"
+        )
+    name = name or path.resolve().name
+    if not re.fullmatch(NAME_PATTERN, name):
+        raise ConfigError(
+            f"{name!r} is no name for an adapter: give NAME=FOLDER, with letters, digits, '.', '_' and '-'"
+        )
+    try:
+        return _read(name, path, model)
+    except (AdapterError, ModelError) as error:
+        raise AdapterError(f"the adapter {name}: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"the adapter {name}: {error.filename or path} cannot be read ({error.strerror})") from error
+
+
+def _read(name: str, path: Path, model: ModelInfo) -> LocalAdapter:
+    config = read_json(path / ADAPTER_FILE)
+    _check_config(config, model)
+    layers: dict[int, dict[str, dict[str, np.ndarray]]] = {}
+    prefix = ""
+    for tensor, values in _tensors(path).items():
+        if (match := _TENSOR.fullmatch(tensor)) is None or int(match[2]) >= model.blocks:
+            raise AdapterError(
+                f"{reprlib.repr(tensor)} is no LoRA matrix of the {model.blocks} blocks of {model.name}: train it with "
+                "target_modules in the blocks of this model alone"
+            )
+        prefix = match[1]
+        layers.setdefault(int(match[2]), {}).setdefault(match[3], {})[match[4]] = values
+    parts, rank = {}, 0
+    for block, part in layers.items():
+        for layer, halves in part.items():
+            rank = max(rank, _rank_of(f"block {block}: {layer}", halves))
+        parts[block] = _packed(config, f"{prefix}{block}.", part)
+    if not parts:
+        raise AdapterError(f"{WEIGHTS_FILE} has no tensors: save the adapter again")
+    base = config.get("base_model_name_or_path")
+    return LocalAdapter(name, base if isinstance(base, str) else "", rank, make_adapter(model.digest, parts))
+
+
+def _check_config(config: Mapping[str, Any], model: ModelInfo) -> None:  # Any: JSON
+    """Raises AdapterError for a config that is not of plain LoRA for this model."""
+    if config.get("peft_type") != "LORA":
+        raise AdapterError(
+            f"servers compute LoRA, and it is {reprlib.repr(config.get('peft_type'))}: train one of LoRA"
+        )
+    more = [what for option, what in _REFUSED.items() if config.get(option)]
+    if config.get("bias", "none") != "none":
+        more.append("biases")
+    if more:
+        raise AdapterError(f"servers compute plain LoRA, and it has {', '.join(more)}: train one without")
+    base = config.get("base_model_name_or_path")
+    names = [each for each in (base, model.name) if isinstance(each, str) and _HUB_NAME.fullmatch(each)]
+    if len(names) > 1 and names[0].lower() != names[1].lower():
+        raise AdapterError(
+            f"it is for the base {names[0]}, and not for {names[1]}: serve it with its own base, or correct "
+            f"base_model_name_or_path in {ADAPTER_FILE} if that is the same model"
+        )
+    alphas = [config.get("lora_alpha"), *_patterns(config).values()]
+    if not all(isinstance(each, (int, float)) and np.isfinite(each) for each in alphas):
+        raise AdapterError(f"{ADAPTER_FILE} has no number as lora_alpha: save the adapter again")
+
+
+def _patterns(config: Mapping[str, Any]) -> Mapping[str, Any]:  # Any: JSON
+    found = config.get("alpha_pattern") or {}
+    if not isinstance(found, dict):
+        raise AdapterError(f"alpha_pattern in {ADAPTER_FILE} is no map: save the adapter again")
+    return found
+
+
+def _tensors(path: Path) -> dict[str, np.ndarray]:
+    """All tensors in fp32, by their names."""
+    from safetensors import SafetensorError, deserialize
+
+    file = path / WEIGHTS_FILE
+    if not file.is_file():
+        if (path / PICKLE_FILE).exists():
+            raise AdapterError(
+                f"{PICKLE_FILE} is a pickle, which runs code when it is read: save the adapter with "
+                "save_pretrained(FOLDER, safe_serialization=True)"
+            )
+        raise AdapterError(f"there is no {WEIGHTS_FILE} in {path}: give a folder that PEFT has saved")
+    if (size_bytes := file.stat().st_size) > MOST_BYTES:
+        raise AdapterError(
+            f"{WEIGHTS_FILE} has {size_bytes >> 20} MiB, and servers hold {MOST_BYTES >> 20}: use one of lower rank"
+        )
+    try:
+        content = deserialize(file.read_bytes())  # type: ignore[no-untyped-call]  # safetensors does not type it
+        found = {name: _in_fp32(name, info) for name, info in content}
+    except (SafetensorError, ValueError) as error:
+        what = reprlib.repr(str(error))
+        raise AdapterError(
+            f"{WEIGHTS_FILE} is no safetensors, or is damaged ({what}): save the adapter again"
+        ) from error
+    if FP32_BYTES * sum(each.size for each in found.values()) > MOST_BYTES:
+        raise AdapterError(f"it has more than {MOST_BYTES >> 20} MiB in fp32: use one of lower rank")
+    for name, values in found.items():
+        if not np.isfinite(values).all():
+            raise AdapterError(f"{reprlib.repr(name)} has numbers that are not finite: train it again")
+    return found
+
+
+def _in_fp32(name: str, info: Mapping[str, Any]) -> np.ndarray:  # Any: of safetensors, which is not typed
+    match info["dtype"]:
+        case "F32":
+            values = np.frombuffer(info["data"], "<f4")
+        case "F16":
+            values = np.frombuffer(info["data"], "<f2").astype(np.float32)
+        case "BF16":
+            values = (np.frombuffer(info["data"], "<u2").astype(np.uint32) << 16).view(np.float32)
+        case other:
+            raise AdapterError(f"{reprlib.repr(name)} is of {other}: save the adapter in float32, float16 or bfloat16")
+    return values.reshape(info["shape"])
+
+
+def _rank_of(where: str, halves: Mapping[str, np.ndarray]) -> int:
+    """The rank of one layer. Raises AdapterError for matrices that do not fit together."""
+    if halves.keys() != {"A", "B"}:
+        raise AdapterError(f"{where}: lora_A and lora_B belong together, and one is not there: save the adapter again")
+    a, b = halves["A"], halves["B"]
+    if a.ndim != 2 or b.ndim != 2 or len(a) != b.shape[1]:
+        raise AdapterError(f"{where}: matrices of shapes {a.shape} and {b.shape} do not fit: save the adapter again")
+    if not 1 <= len(a) <= MOST_RANK:
+        raise AdapterError(f"{where}: a rank of {len(a)}, and servers take 1 to {MOST_RANK}: train one of lower rank")
+    return len(a)
+
+
+def _packed(
+    config: Mapping[str, Any],  # Any: JSON
+    path: str,
+    part: Mapping[str, Mapping[str, np.ndarray]],
+) -> tuple[bytes, int]:
+    """The bytes of the part of the block at `path`, as `models/lora.py: pack_part` makes them.
+
+    And how many numbers its matrices have.
+    """
+    from safetensors.numpy import save
+
+    tensors = {}
+    for layer, halves in part.items():
+        a, b = halves["A"], halves["B"]
+        rank = len(a) ** 0.5 if config.get("use_rslora") else len(a)
+        tensors[f"{layer}.lora_A.weight"] = np.ascontiguousarray(a)
+        tensors[f"{layer}.lora_B.weight"] = np.ascontiguousarray(b)
+        tensors[f"{layer}.scale"] = np.array(_alpha_of(config, path + layer) / rank, np.float32)
+    return save(tensors), sum(each.size for halves in part.values() for each in halves.values())
+
+
+def _alpha_of(config: Mapping[str, Any], layer: str) -> float:  # Any: JSON
+    """PEFT's choice: the first pattern that the layer's name ends with, else that of all layers."""
+    for pattern, alpha in _patterns(config).items():
+        try:
+            if re.fullmatch(rf"(.*\.)?({pattern})", layer):
+                return float(alpha)
+        except re.error as error:
+            raise AdapterError(f"alpha_pattern in {ADAPTER_FILE}: {pattern!r} is no pattern ({error})") from error
+    return float(config["lora_alpha"])

@@ -1,0 +1,215 @@
+"""Spot checks of passes: a share of the answers is computed again by another peer before it is used, and compared.
+
+The client has all that went into the blocks, so the second peer gets the very question of the first one, and neither
+knows that it is a check. If their answers differ, more peers are asked until two agree, from different address groups
+if there are such. The answer of these two is kept, and the others are not used any more. Two of one group do not
+convict a peer of another one. Without a decision all that differ are suspected, and the first answer is kept. Answers
+that were not checked are not taken back: a warning names their peer. Blocks that only one peer holds whole are not
+checked.
+
+A pass has no receipts, so nobody else has to believe the verdict. `spot_checks.py` does the same for sessions.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import trio
+
+from llmnode.errors import NoRoute, PeerError
+from llmnode.session.recompute import deviations, tolerance
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Collection, Sequence
+
+    from llmnode.core.ids import PeerId
+    from llmnode.core.operations import Buffer
+    from llmnode.core.span import Span
+    from llmnode.session.peer_finder import PeerFinder
+    from llmnode.swarm.peer_connection import PeerConnection
+    from llmnode.wire.payload import Codec
+
+log = logging.getLogger(__name__)
+
+_MOST_ASKED = 4
+"""Peers that are asked for one opinion."""
+_MOST_OPINIONS = 5
+"""The peers that compute one pass, until two of them agree. Two liars that differ may be the first."""
+_TIMES_SLOWER = 3.0
+"""A second peer may take this many times as long as the first one, if that is more than the policy's time."""
+GRADIENT_TIMES = 4.0
+"""Gradients may differ by four times the tolerance of outputs, since they cross the blocks twice.
+
+Measured between one batch and its sequences alone, and between one thread and two, over SmolLM2 in float32: outputs
+2.6e-6, gradients 8.4e-6. 4e-4 is allowed.
+"""
+_LEAST_SIZE = 0.1
+"""A position whose gradient is small counts with this share of the root mean square of all positions: the parts of a
+sum that cancel leave an error of the size of the parts."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PassAnswer:
+    """One server's numbers: hidden states or gradients for them, and gradients for adapters and prompts."""
+
+    rows: Buffer
+    of_adapter: np.ndarray
+    of_prompts: np.ndarray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Opinion:
+    peer: PeerId
+    group: str
+    answer: PassAnswer
+
+
+class PassChecks:
+    """The checks of one client's passes."""
+
+    def __init__(self, finder: PeerFinder, codec: Codec) -> None:
+        self.passed = 0
+        self.undecided = 0
+        """Checks that found a difference, but not the peer at fault."""
+        self.given_up = 0
+        """Checks for which no peer could be asked."""
+        self.found: list[PeerId] = []
+        """The peers that were outvoted."""
+        self.largest_deviation = 0.0
+        """The largest deviation of two peers that count as agreeing, as a share of what is allowed."""
+        self._finder = finder
+        self._policy = finder.policy.spot_checks
+        asked_for = self._policy.tolerance
+        self._tolerance = tolerance(finder.model.precision, codec) if asked_for is None else asked_for
+
+    async def checked(
+        self,
+        answer: PassAnswer,
+        connection: PeerConnection,
+        span: Span,
+        took_s: float,
+        ask: Callable[[PeerConnection], Awaitable[PassAnswer]],
+        *,
+        is_gradient: bool,
+        unfit: Collection[PeerId] = (),
+    ) -> PassAnswer:
+        """`answer`, which the peer at `connection` gave for the blocks of `span` in `took_s`, or that of two others.
+
+        `ask` puts the same question to another peer. Peers that are `unfit` are not asked. Raises no PeerError.
+        """
+        share = self._policy.share
+        if not share or self._finder.rng.random() >= share:
+            return answer
+        own = _Opinion(connection.peer, connection.source.group, answer)
+        asked, timeout_s = {own.peer, *unfit}, max(self._policy.timeout_s, _TIMES_SLOWER * took_s)
+        opinions = [own]
+        while len(opinions) < _MOST_OPINIONS:
+            another = await self._another(span, asked, opinions, timeout_s, ask)
+            if another is None:
+                break
+            alike = [each for each in opinions if await self._agree(each, another, is_gradient=is_gradient)]
+            others = [each for each in opinions if each not in alike]
+            if not others:
+                self.passed += 1
+                return answer
+            opinions.append(another)
+            log.warning("%s do not compute the same, span=%s", _names(opinions), span)
+            if alike and not _are_one_voice([*alike, another], others):
+                self.passed += own in alike
+                self._outvote(others, [*alike, another])
+                return alike[0].answer
+        if len(opinions) == 1:
+            log.info("no spot check of a pass, span=%s: nobody else computes it now", span)
+            self.given_up += 1
+        else:
+            self._suspect(opinions)
+        return answer
+
+    async def _another(
+        self,
+        span: Span,
+        asked: set[PeerId],
+        others: Sequence[_Opinion],
+        timeout_s: float,
+        ask: Callable[[PeerConnection], Awaitable[PassAnswer]],
+    ) -> _Opinion | None:
+        """The answer of a peer that is not in `asked`, if possible of another group than `others`. None if none does.
+
+        A peer that refuses, fails or is slow is passed over.
+        """
+        groups = {each.group for each in others}
+        for _ in range(_MOST_ASKED):
+            with trio.move_on_after(timeout_s):
+                try:
+                    hop, connection = await self._finder.find_twin(span, asked, groups)
+                    asked.add(hop.peer)
+                    return _Opinion(hop.peer, connection.source.group, await ask(connection))
+                except NoRoute:
+                    return None
+                except PeerError as error:
+                    if error.peer is not None:
+                        asked.add(error.peer)
+        return None
+
+    async def _agree(self, one: _Opinion, other: _Opinion, *, is_gradient: bool) -> bool:
+        allowed = self._tolerance * (GRADIENT_TIMES if is_gradient else 1.0)
+        measure, size = _gradient_deviation if is_gradient else _output_deviation, self._finder.model.hidden_size
+        apart: float = await self._finder.run(measure, one.answer, other.answer, size)
+        log.debug("spot check of a pass: %s and %s are %.2g apart", one.peer, other.peer, apart)
+        if apart > allowed:
+            return False
+        self.largest_deviation = max(self.largest_deviation, apart / allowed if allowed else 0.0)
+        return True
+
+    def _outvote(self, liars: Sequence[_Opinion], others: Sequence[_Opinion]) -> None:
+        for liar in liars:
+            log.warning(
+                "peer=%s is not used any more: %s compute otherwise. Its earlier answers may be wrong too: "
+                "go back to weights from before it was used",
+                liar.peer,
+                _names(others),
+            )
+            self.found.append(liar.peer)
+            self._finder.distrust(liar.peer)
+
+    def _suspect(self, opinions: Sequence[_Opinion]) -> None:
+        log.warning("one of %s computes wrongly, and nobody decides who: all are suspected", _names(opinions))
+        self.undecided += 1
+        self._finder.suspect([each.peer for each in opinions])
+
+
+def _are_one_voice(alike: Sequence[_Opinion], others: Sequence[_Opinion]) -> bool:
+    """Whether those that agree may be one stranger: they are in one address group, and one of `others` is not."""
+    groups = {each.group for each in alike}
+    return len(groups) == 1 and any(each.group not in groups for each in others)
+
+
+def _names(opinions: Sequence[_Opinion]) -> str:
+    return " and ".join(each.peer for each in opinions)
+
+
+def _output_deviation(one: PassAnswer, other: PassAnswer, hidden_size: int) -> float:
+    """The largest relative L2 error of a position."""
+    return max(deviations(one.rows, other.rows, hidden_size))
+
+
+def _gradient_deviation(one: PassAnswer, other: PassAnswer, hidden_size: int) -> float:
+    """The largest relative L2 error: of a position, of all numbers of the adapter, and of those of the prompts."""
+    rows = [np.frombuffer(each.rows, "<f4").reshape(-1, hidden_size) for each in (one, other)]
+    trained = (one.of_adapter, other.of_adapter), (one.of_prompts, other.of_prompts)
+    return max(_apart(*rows), *(_apart(*(each.reshape(1, -1) for each in pair)) for pair in trained))
+
+
+def _apart(one: np.ndarray, other: np.ndarray) -> float:
+    """The largest relative error of a row, where a small row counts as larger than it is. Infinite for no number."""
+    if not one.size or np.array_equal(one, other):
+        return 0.0
+    with np.errstate(all="ignore"):
+        wide = [each.astype(np.float64) for each in (one, other)]
+        size = np.maximum(*(np.linalg.norm(each, axis=1) for each in wide))
+        least = _LEAST_SIZE * np.sqrt(np.mean(size**2))
+        error = np.linalg.norm(wide[0] - wide[1], axis=1) / np.maximum(size, least)
+    return float(np.nan_to_num(error, nan=np.inf, posinf=np.inf).max())
