@@ -284,6 +284,19 @@ def test_a_soak_that_is_interrupted_leaves_no_process_behind() -> None:
     assert len(children) > 4, "servers, proxies and burners"
 
 
+def test_churn_kills_a_server_and_starts_it_again_while_texts_stay_exact() -> None:
+    command = [*LLMNODE, "bench", "churn", "--thin", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    (row,) = report["rows"]
+    assert row["servers"] == 4 and row["sessions"] > 0 and row["tokens/s"] > 0
+    assert done.stderr.count("killing ") == report["environment"]["kills"] == 1
+    aims = {aim["name"]: aim for aim in report["aims"]}
+    assert aims["tokens that are not transformers', and no near tie"]["value"] == 0
+    assert aims["sessions that failed"]["value"] == 0
+
+
 def test_packing_is_measured_on_hidden_states_that_it_makes_smaller() -> None:
     from bench.codec.packing import packings
     from llmnode.core.policy import PackPolicy

@@ -10,10 +10,13 @@ import pytest
 import trio
 
 from llmnode.core.announcement import PeerState
+from llmnode.core.route import Hop
 from llmnode.core.span import Span
 from llmnode.errors import ConfigError, WorkerLost
 from llmnode.testing import seeds
 from llmnode.testing.faults import Cast, FaultPlan, Odds
+from llmnode.wire.payload import Codec
+from simulation.beams import opened, step_all
 from simulation.world import SPANS, Dialogue, World, kv_is_free, pairs_of_servers, simulated, wander
 
 if TYPE_CHECKING:
@@ -216,6 +219,24 @@ async def test_where_memory_allows_a_node_serves_its_former_span_until_the_new_o
         await dialogue.session.close()
         await trio.sleep(1)
         assert node.server.former is None, "it does not wait when nobody is left"
+
+
+@simulated
+async def test_a_session_of_the_former_span_can_be_copied_into_one_of_the_new_span() -> None:
+    async with pairs_of_servers() as swarm, swarm.client() as (router, _), opened(router, 1) as (first,):
+        await first.step(20)
+        node = swarm.node(first.session.route[1].peer)
+        node.source.holds_two = True
+        await node.role.change_span(Span(2, 5))
+        swarm.kill(next(name for name in ("1a", "1b") if name != node.name))
+        await trio.sleep(5)
+        async with router.open_session(LENGTH, Codec.RAW, first.session) as session:
+            assert Hop(node.peer, SPANS[1]) in session.route
+            second = Dialogue(session, random.Random(2))
+            await first.fork(second)
+            await step_all([first, second], 2)
+        assert node.server.former is not None
+        assert not first.session.recoveries
 
 
 @simulated

@@ -28,7 +28,7 @@ def collection_paused() -> Iterator[None]:
 
 
 def free_dropped() -> None:
-    """Give the memory of an executor that nobody holds any more back to the system, and to the GPU, in some 50 ms."""
+    """Give the memory of an executor that nobody holds any more back to the system, and to the GPU. Takes 0.1 s."""
     gc.unfreeze()
     gc.collect()
     gc.freeze()
