@@ -6,21 +6,25 @@ It is skipped if they cannot be built: Go or Rust is missing, or its packages ca
 from __future__ import annotations
 
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgpack
 import pytest
 from libp2p.peer.id import ID
 
-from bench.transport.steered import steer
+from bench.transport.steered import PeerFailed, steer
 from interop.played import played
+from llmnode.core.ids import PeerId
 from llmnode.net.directory import _model_key, _peer_key
+from llmnode.wire.announcement import sign_announcement
 from unit.dht_members import DIGEST, member
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from bench.transport.steered import SteeredPeer
+    from llmnode.core.announcement import SignedAnnouncement
     from unit.dht_members import Member
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(700)]
@@ -36,6 +40,20 @@ async def their_member(theirs: list[str], contact: Member | None = None) -> Asyn
             await peer.tell("connect", address=contact.address)
             await peer.tell("identify", peer=contact.network.peer)
         yield peer
+
+
+async def announced_by(peer: SteeredPeer, known: Member) -> SignedAnnouncement:
+    """An announcement like that of `known`, of their peer and signed by it."""
+    announcement = replace(known.announcement().announcement, peer=PeerId(peer.peer), addresses=(peer.address,))
+    bodies: list[bytes] = []
+
+    def keep(body: bytes) -> bytes:
+        bodies.append(body)
+        return bytes(64)
+
+    sign_announcement(announcement, keep)
+    signature = (await peer.tell("sign", value=bodies[0].hex()))["value"]
+    return sign_announcement(announcement, lambda _: bytes.fromhex(signature))
 
 
 def peer_key(member: Member) -> str:
@@ -76,21 +94,24 @@ def test_they_find_what_our_servers_announce_in_what_we_keep(theirs: list[str]) 
 
 def test_we_keep_what_they_announce_and_they_go_on_over_the_same_stream(theirs: list[str]) -> None:
     async def main() -> None:
-        async with member() as keeper, member(listens=False) as author:
-            signed = author.announcement()
-            record = msgpack.packb((signed.signed.body, signed.signed.signature))
+        async with member() as keeper:
             async with their_member(theirs, keeper) as server:
+                signed = (await announced_by(server, keeper)).signed
+                record = msgpack.packb((signed.body, signed.signature))
                 for _ in range(2):
                     await server.tell("provide", key=MODEL_KEY)
                     assert (await server.tell("providers", key=MODEL_KEY))["peers"] == [server.peer]
-                await server.tell("put", key=peer_key(author), value=record.hex())
-                got = await server.tell("get", key=peer_key(author))
+                key = _peer_key(PeerId(server.peer))
+                await server.tell("put", key=key.encode().hex(), value=record.hex())
+                got = await server.tell("get", key=key.encode().hex())
                 assert bytes.fromhex(got["value"]) == record
+                with pytest.raises(PeerFailed):  # it speaks for itself alone
+                    await server.tell("put", key=peer_key(keeper), value=record.hex())
             async with member(keeper.address, listens=False) as client:
                 dht = client.directory._dht
                 await client.directory._meet_connected()
                 assert {str(each.peer_id) for each in await dht.find_providers(MODEL_KEY)} == {server.peer}
-                assert await dht.get_value(_peer_key(author.network.peer)) == record
+                assert await dht.get_value(key) == record
 
     played(main)
 

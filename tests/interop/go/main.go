@@ -217,6 +217,13 @@ func obey(node host.Host, table *dht.IpfsDHT, told order) (answer, error) {
 		return connect(ctx, node, told.Address)
 	case "reserve":
 		return reserve(ctx, node, told.Address)
+	case "sign":
+		message, err := hex.DecodeString(told.Value)
+		if err != nil {
+			return nil, err
+		}
+		signature, err := node.Peerstore().PrivKey(node.ID()).Sign(message)
+		return answer{"value": hex.EncodeToString(signature)}, err
 	case "put", "get", "provide", "providers", "find":
 		return lookUp(ctx, table, told)
 	case "cpu":

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use futures::future::try_join_all;
 use libp2p::PeerId;
+use libp2p::identity::Keypair;
 use libp2p_stream::Control;
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -47,7 +48,8 @@ fn one() -> usize {
 #[tokio::main]
 async fn main() -> Result<()> {
     let is = |role| std::env::args().any(|argument| argument == role);
-    let (swarm, address) = listening(Roles { relay: is("relay"), dht: is("dht") }).await?;
+    let keys = Keypair::generate_ed25519();
+    let (swarm, address) = listening(keys.clone(), Roles { relay: is("relay"), dht: is("dht") }).await?;
     let (peer, control) = (*swarm.local_peer_id(), swarm.behaviour().stream.new_control());
     serve_all(&control)?;
     let (requests, told) = mpsc::channel(8);
@@ -55,7 +57,7 @@ async fn main() -> Result<()> {
     println!("{}", json!({"address": format!("{address}/p2p/{peer}"), "peer": peer.to_string()}));
     let mut orders = tokio::io::BufReader::new(tokio::io::stdin()).lines();
     while let Some(line) = orders.next_line().await? {
-        let answer = match tokio::time::timeout(PATIENCE, obey(&line, &requests, &control)).await {
+        let answer = match tokio::time::timeout(PATIENCE, obey(&line, &keys, &requests, &control)).await {
             Ok(Ok(answer)) => answer,
             Ok(Err(error)) => json!({"error": error.to_string()}),
             Err(late) => json!({"error": late.to_string()}),
@@ -65,7 +67,7 @@ async fn main() -> Result<()> {
     Ok(())
 }
 
-async fn obey(line: &str, requests: &mpsc::Sender<Request>, control: &Control) -> Result<Value> {
+async fn obey(line: &str, keys: &Keypair, requests: &mpsc::Sender<Request>, control: &Control) -> Result<Value> {
     let told: Order = serde_json::from_str(line)?;
     let began = Instant::now();
     match told.what.as_str() {
@@ -77,6 +79,7 @@ async fn obey(line: &str, requests: &mpsc::Sender<Request>, control: &Control) -
             let reserve = ask(requests, |answer| Ok(Request::Reserve(told.address.parse()?, answer)));
             return Ok(json!({"addresses": reserve.await??}));
         }
+        "sign" => return Ok(json!({"value": hex(&keys.sign(&unhex(&told.value)?)?)})),
         "put" => return query(requests, Query::Put(unhex(&told.key)?, unhex(&told.value)?)).await,
         "get" => return query(requests, Query::Get(unhex(&told.key)?)).await,
         "provide" => return query(requests, Query::Provide(unhex(&told.key)?)).await,

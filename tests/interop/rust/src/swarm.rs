@@ -50,8 +50,8 @@ pub struct Roles {
 }
 
 /// One that listens, and where.
-pub async fn listening(roles: Roles) -> Result<(Swarm<Behaviour>, Multiaddr)> {
-    let mut swarm = libp2p::SwarmBuilder::with_new_identity()
+pub async fn listening(keys: identity::Keypair, roles: Roles) -> Result<(Swarm<Behaviour>, Multiaddr)> {
+    let mut swarm = libp2p::SwarmBuilder::with_existing_identity(keys)
         .with_tokio()
         .with_tcp(tcp::Config::default(), noise::Config::new, yamux::Config::default)?
         .with_relay_client(noise::Config::new, yamux::Config::default)?
