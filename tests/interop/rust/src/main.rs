@@ -18,7 +18,7 @@ use serde_json::{Value, json};
 use tokio::io::AsyncBufReadExt;
 use tokio::sync::{mpsc, oneshot};
 
-use crate::dht::{Query, unhex};
+use crate::dht::{Query, hex, unhex};
 use crate::streams::{Result, echo_repeatedly, open_repeatedly, receive, send, serve_all};
 use crate::swarm::{Request, Roles, drive, listening};
 
