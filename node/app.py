@@ -7,7 +7,7 @@ import time
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import trio
 
@@ -16,12 +16,12 @@ from llmnode.compute.process_loader import ProcessLoader
 from llmnode.compute.thread_worker import ThreadLoader
 from llmnode.compute.worker_process import can_start
 from llmnode.core.model import AUTO, DTYPES, KV_DTYPES, QUANTS, SAME, PrecisionWish
-from llmnode.core.policy import LinkPolicy, ReachPolicy, RelayPolicy, ServePolicy, SwarmPolicy
+from llmnode.core.policy import LinkPolicy, RelayPolicy, ServePolicy, SwarmPolicy
 from llmnode.core.serving.kv_memory import parse_memory
 from llmnode.core.span import parse_span
 from llmnode.errors import ConfigError, PeerError, single_error
 from llmnode.machine.hardware import hardware
-from llmnode.net.addresses import CIRCUIT, LISTEN_ANY_LOOPBACK
+from llmnode.net.addresses import LISTEN_ANY_LOOPBACK
 from llmnode.net.directory import open_directory
 from llmnode.net.host import open_network
 from llmnode.net.invite import Invite, is_invite
@@ -29,6 +29,7 @@ from llmnode.net.swarm_key import entry
 from llmnode.node.listening import check_places
 from llmnode.node.nearby import describe, living_nearby
 from llmnode.node.own_adapters import check_number, own_adapters
+from llmnode.node.running_node import RunningNode
 from llmnode.node.serve.conduct import Conduct
 from llmnode.node.serve.links import accept_links, answer_as_relay
 from llmnode.node.serve.network_speed import keep_measuring
@@ -51,10 +52,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from llmnode.compute.child import MakeLoader
-    from llmnode.core.ids import PeerId
     from llmnode.core.model import ModelInfo
-    from llmnode.core.peers.nat import Reach
-    from llmnode.core.span import Span
     from llmnode.net.host import Libp2pNetwork
     from llmnode.node.serve.speed_cache import Measure
     from llmnode.ports import WorkerSource
@@ -124,73 +122,6 @@ class NodeConfig:
     def way_in(self) -> Invite:
         """Raises ConfigError."""
         return entry(self.peers, self.swarm_key, self.model if is_invite(self.model) else None)
-
-
-@dataclass(slots=True)
-class RunningNode:
-    """A node that takes sessions. Made by `open_node`."""
-
-    network: Libp2pNetwork
-    model: ModelInfo
-    swarm: Swarm
-    server: Server
-    role: Role
-    source: WorkerSource
-    is_private: bool
-    """Its swarm has a key."""
-
-    @property
-    def peer(self) -> PeerId:
-        return self.network.peer
-
-    @property
-    def listening(self) -> Sequence[str]:
-        """The addresses of this machine where it listens."""
-        return self.network.listening
-
-    @property
-    def addresses(self) -> Sequence[str]:
-        """The addresses that it announces now."""
-        return self.network.addresses
-
-    @property
-    def span(self) -> Span:
-        """The blocks that it serves, or that it is loading."""
-        return self.role.span
-
-    @property
-    def tensor_bytes(self) -> int:
-        """The size of the weights of these blocks, in memory."""
-        return self.source.tensor_bytes
-
-    async def follow_addresses(self, report: Callable[[Sequence[str]], None]) -> NoReturn:
-        """Announce, and report, when a relay through which we are reached is lost or there again."""
-        while True:
-            await self.network.wait_addresses_changed()
-            self.role.announce()
-            report(self.addresses)
-
-    async def change_span(self, span: Span, patience_s: float | None = None) -> None:
-        """Serve other blocks, under the same identity: see `Role.change_span`."""
-        await self.role.change_span(span, patience_s)
-
-    async def drain(self, patience_s: float, report: Callable[[int], None] = lambda _sessions: None) -> None:
-        """Take no new sessions, and leave when those that there are have ended: see `Role.drain`."""
-        await self.role.drain(patience_s, report)
-
-    async def look(self) -> Reach | None:
-        """How others reach this node, by the word of peers of the swarm that are reached directly: waits for such.
-
-        None if none of them answers.
-        """
-        while not (addresses := self._direct_peers()):
-            await self.swarm.wait_changed()
-        return await self.network.look(addresses, ReachPolicy())
-
-    def _direct_peers(self) -> list[str]:
-        others = (each for each in self.swarm.view.announcements() if each.peer != self.peer)
-        of_others = (address for each in others for address in each.addresses[:1])
-        return [each for each in (*self.swarm.contacts, *of_others) if CIRCUIT not in each]
 
 
 @asynccontextmanager

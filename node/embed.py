@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from llmnode.client.portal import Portal
-    from llmnode.node.app import RunningNode
+    from llmnode.node.running_node import RunningNode
 
 
 class Node:

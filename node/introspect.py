@@ -14,7 +14,7 @@ import trio
 from llmnode.node.terminal import show_json, tell
 
 if TYPE_CHECKING:
-    from llmnode.node.app import RunningNode
+    from llmnode.node.running_node import RunningNode
 
 SIGNAL = getattr(signal, "SIGUSR1", None)
 """None where the system has no such signal."""

@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from llmnode.net.invite import Invite
-    from llmnode.node.app import NodeConfig, RunningNode
+    from llmnode.node.app import NodeConfig
     from llmnode.node.commands.options import Commands
+    from llmnode.node.running_node import RunningNode
 
 
 def add(commands: Commands) -> None:

@@ -21,7 +21,7 @@ from llmnode.node.app import NodeConfig, open_node
 
 if TYPE_CHECKING:
     from llmnode.core.operations import Operation
-    from llmnode.node.app import RunningNode
+    from llmnode.node.running_node import RunningNode
     from llmnode.ports import Worker
 
 NOISE = 0.01

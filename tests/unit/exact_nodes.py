@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from llmnode.compute.loading import Wanted
     from llmnode.core.model import ModelInfo
     from llmnode.core.span import Span
-    from llmnode.node.app import RunningNode
+    from llmnode.node.running_node import RunningNode
     from llmnode.ports import Executor
 
 KV_TOKENS = 400

@@ -45,8 +45,9 @@ from llmnode.client.versions import CACHE, named_for_generate, takes_cache_of_ge
 from llmnode.core.priority import PRIORITIES
 from llmnode.core.texts.beams import first_alike
 from llmnode.errors import ConfigError
+from llmnode.models.decoder_parts import entry_of, exit_of, replace_decoder, shallow_copy
 from llmnode.models.generation_config import generation_config
-from llmnode.models.load import cut_ends, entry_of, exit_of, replace_decoder, shallow_copy
+from llmnode.models.load import cut_ends
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

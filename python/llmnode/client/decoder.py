@@ -18,7 +18,7 @@ from llmnode.client.forward import all_states, are_last_normed, chosen_states, g
 from llmnode.client.prompt_tuning import DEEP_PROMPTS, MODULES, PROMPTS, Prefix, Prefixed, Sizes, make_prompts
 from llmnode.client.versions import CACHE
 from llmnode.errors import ConfigError
-from llmnode.models.load import entry_of, exit_of, shallow_copy
+from llmnode.models.decoder_parts import entry_of, exit_of, shallow_copy
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -17,8 +17,8 @@ from llmnode.client.decoder import DistributedDecoder
 from llmnode.client.remote_blocks import RemoteBlocks
 from llmnode.core.span import Span
 from llmnode.errors import ConfigError
+from llmnode.models.decoder_parts import replace_decoder
 from llmnode.models.families import family_of
-from llmnode.models.load import replace_decoder
 from llmnode.session.passes import SwarmPasses
 
 if TYPE_CHECKING:

@@ -7,7 +7,6 @@ Llama kind are those of `fused.py` instead, made as `blueprint.py` says.
 
 from __future__ import annotations
 
-import copy
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from llmnode.core.span import Span
+from llmnode.models.decoder_parts import entry_of, exit_of, replace_decoder, shallow_copy
 from llmnode.models.draw_blueprint import blueprint_of
 from llmnode.models.families import Family, family_of
 from llmnode.models.fused import FusedEnds, FusedSpan
@@ -365,20 +365,6 @@ def cut_ends(
     return Ends(entry_of(decoder, family), scoring, dtype, vocabulary, fused, family.decoder, whole)
 
 
-def entry_of(decoder: Any, family: Family) -> Any:  # Any: likewise
-    """A copy of a decoder without blocks, which shares its modules: all before the first block."""
-    entry = shallow_copy(decoder)
-    remove_exit(entry, family)
-    return entry
-
-
-def exit_of(decoder: Any, family: Family) -> Any:  # Any: likewise
-    """The same as `entry_of`: all after the last block."""
-    leaving = shallow_copy(decoder)
-    remove_entry(leaving, family)
-    return leaving
-
-
 def tensor_bytes(module: torch.nn.Module) -> int:
     return sum(parameter.nbytes for parameter in module.parameters())
 
@@ -397,24 +383,6 @@ def _load(folder: ModelFolder, model: Any, names: set[str], dtype: torch.dtype) 
         model.tie_weights(missing_keys=set(model.state_dict()) - tensors.keys(), recompute_mapping=False)
     left = [name for name, tensor in model.state_dict().items() if name in names and tensor.is_meta]
     check_complete(folder, left)
-
-
-def replace_decoder(model: Any, family: Family, decoder: torch.nn.Module) -> Any:  # Any: likewise
-    """A copy of a model, with or without a head, that has another `decoder` and shares its other modules."""
-    parent, _, name = family.decoder.rpartition(".")
-    copied = shallow_copy(model, parent)
-    setattr(copied.get_submodule(parent), name, decoder)
-    return copied
-
-
-def shallow_copy(model: Any, path: str = "") -> Any:  # Any: likewise
-    """`model` with copies of itself and of the modules along `path`, which may be changed; all others are shared."""
-    copied = copy.copy(model)
-    copied._modules = dict(model._modules)
-    name, _, rest = path.partition(".")
-    if name:
-        setattr(copied, name, shallow_copy(getattr(model, name), rest))
-    return copied
 
 
 def _no_attention(*_args: Any, **_kwargs: Any) -> NoReturn:

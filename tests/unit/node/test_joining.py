@@ -11,9 +11,9 @@ from llmnode.core.announcement import PeerState
 from llmnode.net.invite import Invite, read_invite, write_invite
 from llmnode.net.swarm_key import make_key
 from llmnode.node import Node, cli
-from llmnode.node.app import RunningNode
 from llmnode.node.commands import serve
 from llmnode.node.commands.options import access, worker_config
+from llmnode.node.running_node import RunningNode
 from llmnode.node.settings import parse
 from unit.exact_nodes import ExactLoader, exact_node
 from unit.in_trio import in_trio

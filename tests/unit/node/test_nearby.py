@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
     from pathlib import Path
 
-    from llmnode.node.app import RunningNode
+    from llmnode.node.running_node import RunningNode
     from llmnode.ports import Loaded
 
 

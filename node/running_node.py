@@ -1,0 +1,89 @@
+"""A node that takes sessions, as the commands and `Node` see it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn
+
+from llmnode.core.policy import ReachPolicy
+from llmnode.net.addresses import CIRCUIT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from llmnode.core.ids import PeerId
+    from llmnode.core.model import ModelInfo
+    from llmnode.core.peers.nat import Reach
+    from llmnode.core.span import Span
+    from llmnode.net.host import Libp2pNetwork
+    from llmnode.node.serve.role import Role
+    from llmnode.node.serve.server import Server
+    from llmnode.ports import WorkerSource
+    from llmnode.swarm.membership import Swarm
+
+
+@dataclass(slots=True)
+class RunningNode:
+    """A node that takes sessions. Made by `app.open_node`."""
+
+    network: Libp2pNetwork
+    model: ModelInfo
+    swarm: Swarm
+    server: Server
+    role: Role
+    source: WorkerSource
+    is_private: bool
+    """Its swarm has a key."""
+
+    @property
+    def peer(self) -> PeerId:
+        return self.network.peer
+
+    @property
+    def listening(self) -> Sequence[str]:
+        """The addresses of this machine where it listens."""
+        return self.network.listening
+
+    @property
+    def addresses(self) -> Sequence[str]:
+        """The addresses that it announces now."""
+        return self.network.addresses
+
+    @property
+    def span(self) -> Span:
+        """The blocks that it serves, or that it is loading."""
+        return self.role.span
+
+    @property
+    def tensor_bytes(self) -> int:
+        """The size of the weights of these blocks, in memory."""
+        return self.source.tensor_bytes
+
+    async def follow_addresses(self, report: Callable[[Sequence[str]], None]) -> NoReturn:
+        """Announce, and report, when a relay through which we are reached is lost or there again."""
+        while True:
+            await self.network.wait_addresses_changed()
+            self.role.announce()
+            report(self.addresses)
+
+    async def change_span(self, span: Span, patience_s: float | None = None) -> None:
+        """Serve other blocks, under the same identity: see `Role.change_span`."""
+        await self.role.change_span(span, patience_s)
+
+    async def drain(self, patience_s: float, report: Callable[[int], None] = lambda _sessions: None) -> None:
+        """Take no new sessions, and leave when those that there are have ended: see `Role.drain`."""
+        await self.role.drain(patience_s, report)
+
+    async def look(self) -> Reach | None:
+        """How others reach this node, by the word of peers of the swarm that are reached directly: waits for such.
+
+        None if none of them answers.
+        """
+        while not (addresses := self._direct_peers()):
+            await self.swarm.wait_changed()
+        return await self.network.look(addresses, ReachPolicy())
+
+    def _direct_peers(self) -> list[str]:
+        others = (each for each in self.swarm.view.announcements() if each.peer != self.peer)
+        of_others = (address for each in others for address in each.addresses[:1])
+        return [each for each in (*self.swarm.contacts, *of_others) if CIRCUIT not in each]
