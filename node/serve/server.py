@@ -118,7 +118,8 @@ class Server:
             self.former, self.served = self.served, None
             self.former.admission.close(f"this server holds blocks {worker.span} now")
         admission = Admission(worker, self.policy.admission)
-        adapters = self.prepared or AdapterStore(worker, self.model, self.policy, self.network.budget)
+        if (adapters := self.prepared) is None:
+            adapters = AdapterStore(worker, self.model, self.policy, self.network.budget)
         self.prepared = None
         shared = self.network, self.next_hops, self.desk, self.tally, self.work_turns
         self.served = ServedSpan(worker, admission, adapters, self.model, self.policy, *shared)

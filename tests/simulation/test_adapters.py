@@ -220,7 +220,7 @@ async def test_a_worker_that_is_lost_takes_all_adapters_along() -> None:
         async with swarm.client() as (router, _):
             client, adapter = SwarmPasses(router.finder, Codec.RAW), drawn_adapter(random.Random(8))
             await there_and_back(client, 1, LENGTHS, adapter)
-            node.worker.lose()
+            node.source.lose()
             await trio.sleep(5)
             assert not node.network.budget.process.held[Resource.ADAPTERS]
             await there_and_back(client, 2, LENGTHS, adapter)

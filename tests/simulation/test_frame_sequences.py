@@ -66,6 +66,7 @@ ANSWERS = {
     FrameType.LACKING,
     FrameType.HELD,
     FrameType.REFUSAL,
+    FrameType.PROBED,
 }
 POLICY = ServePolicy(lease_s=0.5, malformed_burst=10**9, unasked_burst=10**9, sessions_per_link=3)
 RECEIVER = PeerId("receiver")
