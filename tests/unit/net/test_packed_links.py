@@ -62,7 +62,7 @@ async def line(bytes_per_s: float | None, policy: LinkPolicy = POLICY) -> AsyncI
             _, _, host, _, port, *_ = address.split("/")
             proxy = ShapingProxy()
             proxy.shape.bytes_per_s = bytes_per_s
-            proxy.target = host, int(port)
+            proxy.aim((host, int(port)))
             address = address.replace(f"/tcp/{port}/", f"/tcp/{await nursery.start(proxy.run)}/")
         yield Line(one, other, address)
         nursery.cancel_scope.cancel()

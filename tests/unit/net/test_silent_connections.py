@@ -33,7 +33,7 @@ async def linked() -> AsyncIterator[tuple[Libp2pLink, YamuxConnection, Shape]]:
         trio.open_nursery() as nursery,
     ):
         port = await nursery.start(proxy.run)
-        proxy.target = ("127.0.0.1", int(server.listening[0].split("/")[4]))
+        proxy.aim(("127.0.0.1", int(server.listening[0].split("/")[4])))
         link = await client.dial(f"{tcp_address('127.0.0.1', port)}/p2p/{server.peer}")
         connection = cast("YamuxConnection", link._stream.connection.muxed_conn)
         with client._held.hold(connection):
