@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import trio
 
+from llmnode.core.ids import PeerId
+from llmnode.core.peers.dial_gate import is_local
 from llmnode.core.texts.visible import printable
 from llmnode.core.view import online
 from llmnode.errors import ConfigError, single_error
@@ -84,14 +86,25 @@ async def _find_swarm(report: Callable[[str], None], policy: MdnsPolicy | None) 
     try:
         async with open_mdns(policy) as mdns:
             found = await find(mdns)
+            if not found:
+                raise ConfigError(f"no peers are named, and {NOBODY}: {GIVE}; or begin a swarm: `llmnode serve`")
+            async with join_swarm(_flat(found), LinkPolicy(), is_near=True) as (_, swarm):
+                announced = swarm.view.announcements()
+            if unheard := _in_private_networks(announced) - {PeerId(each[0].rpartition("/")[2]) for each in found}:
+                found += await find(mdns, unheard)  # a private address is dialled if mDNS names it
     except OSError as error:
         raise ConfigError(f"no peers are named, and mDNS does not work here ({error.strerror}): {GIVE}") from error
-    if not found:
-        raise ConfigError(f"no peers are named, and {NOBODY}: {GIVE}; or begin a swarm: `llmnode serve`")
-    peers = tuple(address for addresses in found for address in addresses)
-    async with join_swarm(peers, LinkPolicy(), is_near=True) as (_, swarm):
-        report(f"found by mDNS: {describe(swarm.view.announcements())}; {RISK}")
-    return Invite(peers, is_near=True)
+    report(f"found by mDNS: {describe(announced)}; {RISK}")
+    return Invite(_flat(found), is_near=True)
+
+
+def _flat(found: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    return tuple(address for addresses in found for address in addresses)
+
+
+def _in_private_networks(announced: Sequence[Announcement]) -> set[PeerId]:
+    """Servers that only those in their network reach."""
+    return {each.peer for each in online(announced) if any(is_local(one.split("/")[2]) for one in each.addresses)}
 
 
 GIVE = "give an INVITE, or --peers ADDRESS as `llmnode serve` prints it"

@@ -8,7 +8,6 @@ import trio
 
 from llmnode.core.adapters import MOST_ADAPTERS
 from llmnode.errors import ConfigError
-from llmnode.models.peft_folder import MOST_BYTES, read_adapter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +27,10 @@ async def own_adapters(
     named: Sequence[str], model: ModelInfo, report: Callable[[str], None]
 ) -> Mapping[AnnouncedAdapter, Adapter]:
     """Read them. Raises ConfigError or AdapterError."""
+    if not named:  # a node without any needs no NumPy
+        return {}
+    from llmnode.models.peft_folder import MOST_BYTES, read_adapter
+
     found: dict[AnnouncedAdapter, Adapter] = {}
     for each in named:
         report(f"reading the adapter {each}")

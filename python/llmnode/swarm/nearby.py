@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -28,22 +28,26 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-async def find(mdns: Mdns) -> list[tuple[str, ...]]:
-    """The addresses of each peer that answers soon; none if nobody does."""
+async def find(mdns: Mdns, wanted: Collection[PeerId] = ()) -> list[tuple[str, ...]]:
+    """The addresses of each peer that answers soon; none if nobody does. With `wanted`, of these alone."""
     policy = mdns.policy
+    most = min(policy.peers, len(wanted)) if wanted else policy.peers
     found: dict[str, tuple[str, ...]] = {}
     of_host: Counter[str] = Counter()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(_ask, mdns)
         with trio.move_on_after(policy.find_s) as scope:
-            while len(found) < policy.peers:
+            while len(found) < most:
                 heard = await mdns.hear()
                 for peer, addresses in heard.peers.items():
-                    if peer in found or of_host[heard.host] >= policy.peers_per_host or len(found) == policy.peers:
+                    if peer in found or of_host[heard.host] >= policy.peers_per_host or len(found) == most:
+                        continue
+                    if wanted and peer not in wanted:
                         continue
                     of_host[heard.host] += 1
                     found[peer] = addresses
-                    scope.deadline = min(scope.deadline, trio.current_time() + policy.more_s)
+                    if not wanted:
+                        scope.deadline = min(scope.deadline, trio.current_time() + policy.more_s)
         nursery.cancel_scope.cancel()
     return list(found.values())
 

@@ -74,7 +74,7 @@ WORDS = [
 RIGHT = {
     "demo": [], "serve": ["--blocks", "0:2"], "relay": [], "generate": ["--peers", PEER], "chat": ["--peers", PEER],
     "status": ["--peers", PEER], "doctor": [], "invite": ["--swarm-key", "key"], "verify": ["empty"], "config": [],
-    "bench": ["swarm"], "speed": ["--blocks", "0:2"], "plan": ["--peers", PEER],
+    "bench": ["swarm"], "speed": ["--blocks", "0:2"], "plan": ["--peers", PEER], "adapters": ["--peers", PEER],
 }  # fmt: skip
 
 

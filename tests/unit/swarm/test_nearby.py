@@ -10,6 +10,7 @@ import pytest
 import trio
 import trio.testing
 
+from llmnode.core.ids import PeerId
 from llmnode.errors import PeerUnreachable
 from llmnode.net.mdns_messages import Heard
 from llmnode.swarm.nearby import LocalPeers, find
@@ -65,7 +66,7 @@ def simulate(main: Callable[[], Awaitable[Result]]) -> Result:
     return trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
 
 
-def found(*crowds: tuple[float, str, Sequence[str]]) -> tuple[int, float]:
+def found(*crowds: tuple[float, str, Sequence[str]], wanted: Sequence[str] = ()) -> tuple[int, float]:
     """How many peers `find` finds, and after how long, if each host names its peers at its time."""
 
     async def main() -> tuple[int, float]:
@@ -78,7 +79,7 @@ def found(*crowds: tuple[float, str, Sequence[str]]) -> tuple[int, float]:
 
             for crowd in crowds:
                 nursery.start_soon(name, *crowd)
-            peers = await find(mdns)
+            peers = await find(mdns, [PeerId(each) for each in wanted])
             took_s = trio.current_time()
             nursery.cancel_scope.cancel()
         assert len(mdns.asked_s) >= 1
@@ -91,6 +92,12 @@ def test_a_node_that_looks_waits_a_moment_for_others_and_not_for_ever() -> None:
     assert found() == (0, pytest.approx(POLICY.find_s))
     assert found((0.1, "a", ["x"])) == (1, pytest.approx(0.1 + POLICY.more_s))
     assert found((0.1, "a", ["x"]), (0.3, "b", ["y"]), (0.9, "c", ["z"])) == (2, pytest.approx(0.1 + POLICY.more_s))
+
+
+def test_peers_that_are_wanted_are_waited_for_and_others_are_not_taken() -> None:
+    late = (1.2, "b", ["y"])
+    assert found((0.1, "a", ["x"]), late, wanted=["y"]) == (1, pytest.approx(1.2))
+    assert found((0.1, "a", ["x"]), wanted=["y"]) == (0, pytest.approx(POLICY.find_s))
 
 
 def test_one_host_has_few_peers_and_all_have_a_limit() -> None:
