@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,14 @@ if TYPE_CHECKING:
 
 # A shell has what it starts in the background ignore Ctrl-C, and so would the processes that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave out what is for the daily run alone."""
+    if not os.environ.get("LLMNODE_SEEDS_TIMES"):
+        for item in items:
+            if item.get_closest_marker("daily"):
+                item.add_marker(pytest.mark.skip(reason="for the daily run: LLMNODE_SEEDS_TIMES is not set"))
 
 
 @pytest.fixture(scope="session")

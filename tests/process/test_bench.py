@@ -146,6 +146,7 @@ def test_training_through_servers_learns_as_one_process_does_and_leaves_nothing(
         assert aims[f"{name} when the clients have gone"]["value"] == 0
 
 
+@pytest.mark.daily
 def test_table1_is_exact_whatever_fails_and_counts_what_was_drawn() -> None:
     done = subprocess.run(
         [*BENCH, "table1", "--thin", "--repeats", "1", "--json"],
@@ -230,6 +231,7 @@ def test_workers_compares_a_thread_with_a_process_alone_and_under_load() -> None
     assert [aim["aim"] for aim in report["aims"]] == ["<= 0.3"] * 4
 
 
+@pytest.mark.daily
 def test_a_pipeline_of_three_nodes_is_faster_than_one_and_no_faster_than_its_stages_can_be(tmp_path: Path) -> None:
     drawn = tmp_path / "pipeline.svg"
     options = ["--thin", "--repeats", "2", "--tokens", "6", "--plot", str(drawn), "--json"]
@@ -284,6 +286,7 @@ def test_a_soak_that_is_interrupted_leaves_no_process_behind() -> None:
     assert len(children) > 4, "servers, proxies and burners"
 
 
+@pytest.mark.daily
 def test_churn_kills_a_server_and_starts_it_again_while_texts_stay_exact() -> None:
     command = [*LLMNODE, "bench", "churn", "--thin", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
