@@ -57,9 +57,11 @@ class Node:
 
         If memory allows it, the node serves its former blocks until then, and afterwards goes on with the sessions that
         it has. Else these end first. They have `drain_s` for it; if that is None, a minute in the first case and ten
-        seconds in the second. Then they go on at other servers. Raises ConfigError for blocks that do not fit or that
-        the model does not have; the node serves its former ones then. A trio program awaits `running.change_span`
-        instead.
+        seconds in the second. Then they go on at other servers. A trio program awaits `running.change_span` instead.
+
+        Raises ConfigError for blocks that do not fit or that the model does not have, ModelError for damaged weights,
+        AdapterError if the node's own adapters do not fit the blocks, and WorkerLost. The node serves its former blocks
+        then.
         """
         if not 0 <= start < end:
             raise ConfigError(f"blocks {start}:{end} are no range: give the first block, and the one after the last")

@@ -38,6 +38,10 @@ IN_THREAD_BYTES = 1 << 20
 _RETRY_S = 1.0
 
 
+class AdaptersTooLarge(AdapterError):
+    """There is no memory for the node's own adapters, at least while a second worker has them too."""
+
+
 class AdapterInUse:
     """An adapter that a session or a pass uses: it stays until that calls `release`. Made by `AdapterStore.use`."""
 
@@ -91,11 +95,11 @@ class AdapterStore:
     async def hold(self, adapter: Adapter) -> None:
         """Hold an adapter of this node's own for as long as the worker lives.
 
-        Raises AdapterError if it does not fit the blocks or the memory, and WorkerLost.
+        Raises AdapterError if it does not fit the blocks, AdaptersTooLarge for want of memory, and WorkerLost.
         """
         manifest = adapter.manifest
         shelved = self._shelf.put(adapter.digest, self._budget.process, trio.current_time())
-        shelved.users += 1  # it never makes way
+        self._shelf.use(shelved, trio.current_time())  # it is never dropped, and never makes way
         self._manifests[adapter.digest] = manifest
         try:
             await self._free_memory(shelved, ENTRY_BYTES + len(manifest.packed))
@@ -104,9 +108,9 @@ class AdapterStore:
                 await self._worker.do(Adopt(adapter.digest, part.block, part.values, adapter.parts[part.block]))
                 shelved.blocks.add(part.block)
         except PeerRefused as error:
-            raise AdapterError("the node's adapters need more memory than it has for them: serve fewer") from error
+            raise AdaptersTooLarge("the node's adapters need more memory than it has for them: serve fewer") from error
         except (RuntimeError, MemoryError) as error:
-            raise AdapterError(f"cannot be loaded: {error}") from error
+            raise AdaptersTooLarge(f"cannot be loaded: {error}") from error
 
     def release(self, shelved: Shelved) -> None:
         self._shelf.release(shelved, trio.current_time())

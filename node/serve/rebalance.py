@@ -10,7 +10,7 @@ import trio
 
 from llmnode.core.placement.rebalancing import Rebalancer
 from llmnode.core.serving.node_life import Moving, Online
-from llmnode.errors import ConfigError, ModelError, PeerError, PeerRefused, WorkerLost
+from llmnode.errors import AdapterError, ConfigError, ModelError, PeerError, PeerRefused, WorkerLost
 from llmnode.node.serve.placing import servers_of
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ async def _move(
         try:
             if not await role.change_span(wanted, in_haste=decision.at_once, confirm=confirm):
                 report(f"staying with blocks {role.span}: the swarm does not need this node elsewhere any more")
-        except (ConfigError, ModelError, WorkerLost) as error:
+        except (AdapterError, ConfigError, ModelError, WorkerLost) as error:
             log.warning("no move span=%s: %s", wanted, error)
             rebalancer.note_failed(wanted, trio.current_time())
         nursery.cancel_scope.cancel()

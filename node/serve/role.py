@@ -49,6 +49,7 @@ from llmnode.core.serving.node_life import (
 )
 from llmnode.core.speed import ComputeSpeed, NetworkSpeed, announced_speed, seen
 from llmnode.errors import AdapterError, ConfigError, ModelError, WorkerLost
+from llmnode.node.serve.adapter_store import AdaptersTooLarge
 from llmnode.node.serve.speed import measure_compute
 
 if TYPE_CHECKING:
@@ -179,8 +180,8 @@ class Role:
         have `patience_s` to end first, or the policy's time, and none if it is `in_haste`. Afterwards they go on at
         other peers, as after a lost worker.
 
-        Raises ConfigError, ModelError or WorkerLost if the blocks cannot be loaded. The node serves its former ones
-        then.
+        Raises ConfigError, ModelError or WorkerLost if the blocks cannot be loaded, and AdapterError if the node's own
+        adapters do not fit them. The node serves its former blocks then.
         """
         if span.end > self.model.blocks:
             raise ConfigError(f"cannot serve blocks {span}: {self.model.name} has {self.model.blocks} blocks")
@@ -335,6 +336,8 @@ class Role:
                     self._report(NoSpace(), scope)
                 else:
                     await self._move_to(worker, scope)
+            except AdaptersTooLarge:
+                self._report(NoSpace(), scope)  # the first worker has them too, until it ends
             except (AdapterError, ConfigError, ModelError) as error:
                 self._error = error
                 self._report(GaveUp(), scope)

@@ -17,7 +17,7 @@ from llmnode.core.identity import how_other
 from llmnode.core.span import Span
 from llmnode.core.view import online_or_draining
 from llmnode.errors import AdapterError, PeerRefused
-from llmnode.node.serve.adapter_store import AdapterStore
+from llmnode.node.serve.adapter_store import AdaptersTooLarge, AdapterStore
 from llmnode.node.serve.admission import Admission
 from llmnode.node.serve.conduct import Conduct
 from llmnode.node.serve.links import log_bug
@@ -92,7 +92,7 @@ class Server:
                 await held.adapters.drop_idle()
 
     async def prepare(self, worker: Worker) -> None:
-        """Have a worker hold the node's own adapters, before it serves. Raises AdapterError or WorkerLost."""
+        """Have a worker hold the node's own adapters, before it serves. Raises what `AdapterStore.hold` does."""
         self.drop_prepared()
         self.prepared = AdapterStore(worker, self.model, self.policy, self.network.budget)
         for each, adapter in self.own_adapters.items():
@@ -100,9 +100,10 @@ class Server:
                 await self.prepared.hold(adapter)
             except AdapterError as error:
                 self.drop_prepared()
-                why = (
-                    f"the adapter {each.name}: {error}. Is it for {self.model.name}? Leave it out of --adapters if not"
-                )
+                why = f"the adapter {each.name}: {error}"
+                if isinstance(error, AdaptersTooLarge):
+                    raise AdaptersTooLarge(why) from error
+                why += f". Is it for {self.model.name}? Leave it out of --adapters if not"
                 raise AdapterError(why) from error
 
     def drop_prepared(self) -> None:

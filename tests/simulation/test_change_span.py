@@ -9,15 +9,20 @@ from typing import TYPE_CHECKING
 import pytest
 import trio
 
+from llmnode.core.adapters import AnnouncedAdapter
 from llmnode.core.announcement import PeerState
+from llmnode.core.policy import BudgetPolicy, LinkPolicy
 from llmnode.core.route import Hop
+from llmnode.core.serving.adapter_shelf import ENTRY_BYTES
 from llmnode.core.span import Span
-from llmnode.errors import ConfigError, WorkerLost
-from llmnode.testing import seeds
+from llmnode.errors import AdapterError, ConfigError, WorkerLost
+from llmnode.testing import open_world, seeds
 from llmnode.testing.faults import Cast, FaultPlan, Odds
+from llmnode.wire.adapter import make_adapter
 from llmnode.wire.payload import Codec
+from simulation.adapters import drawn_adapter
 from simulation.beams import opened, step_all
-from simulation.world import SPANS, Dialogue, World, kv_is_free, pairs_of_servers, simulated, wander
+from simulation.world import MODEL, SPANS, Dialogue, World, kv_is_free, pairs_of_servers, simulated, wander
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -292,6 +297,39 @@ async def test_a_node_that_loses_its_worker_while_it_moves_serves_its_former_spa
 async def lost_while_it_moves(node: ServingNode) -> None:
     with pytest.raises(WorkerLost, match="lost while it loaded blocks"):
         await node.role.change_span(SPANS[0])
+
+
+@simulated
+async def test_a_node_whose_adapters_fit_its_memory_only_once_loads_alone() -> None:
+    adapter = drawn_adapter(random.Random(1))
+    budget = BudgetPolicy(adapter_bytes=3 * ENTRY_BYTES // 2)
+    async with open_world(link_policy=LinkPolicy(budget=budget)) as swarm:
+        node = await swarm.start("0", SPANS[0], adapters={AnnouncedAdapter("own", adapter.digest, 4): adapter})
+        node.source.holds_two = True
+        assert await node.role.change_span(SPANS[1])
+        assert (node.state, node.worker.span) == (PeerState.ONLINE, SPANS[1])
+        assert node.worker.executor.adapters[adapter.digest].keys() == {2, 3}
+        assert node.server.former is None and node.server.prepared is None
+
+
+@pytest.mark.parametrize("holds_two", [False, True], ids=["alone", "beside"])
+@simulated
+async def test_blocks_that_the_nodes_adapter_does_not_fit_leave_it_with_those_before(holds_two: bool) -> None:
+    wrong = make_adapter(MODEL.digest, {block: (bytes(8), 2 if block < 4 else 3) for block in range(MODEL.blocks)})
+    own = {AnnouncedAdapter("own", wrong.digest, 4): wrong}
+    async with pairs_of_servers() as swarm:
+        node = await swarm.start("own", SPANS[1], said_us=1, adapters=own)
+        node.source.holds_two = holds_two
+        async with swarm.session(max_length=LENGTH) as (session, _):
+            assert session.route[1].peer == node.peer
+            dialogue = Dialogue(session, random.Random(1))
+            await dialogue.step(2)
+            with pytest.raises(AdapterError, match=r"Is it for exact\?"):
+                await node.role.change_span(SPANS[2], 0.0)
+            assert (node.state, node.worker.span) == (PeerState.ONLINE, SPANS[1])
+            await dialogue.step(2)
+            assert bool(session.recoveries) == (not holds_two)
+        assert node.worker.executor.adapters[wrong.digest].keys() == {2, 3}
 
 
 @simulated

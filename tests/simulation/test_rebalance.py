@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING
 import pytest
 import trio
 
+from llmnode.core.adapters import AnnouncedAdapter
 from llmnode.core.announcement import PeerState
 from llmnode.core.serving.node_life import TAKES_SESSIONS, Moving
 from llmnode.testing import seeds
-from simulation.world import SPANS, Dialogue, World, kv_is_free, simulated, world
+from llmnode.wire.adapter import make_adapter
+from simulation.world import MODEL, SPANS, Dialogue, World, kv_is_free, simulated, world
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -75,6 +77,25 @@ async def test_a_swarm_in_balance_stays_as_it_is() -> None:
         await trio.sleep(600)
         assert spans(swarm) == PAIRS
         assert not lines
+
+
+@pytest.mark.parametrize("holds_two", [False, True], ids=["alone", "beside"])
+@simulated
+async def test_a_node_whose_adapter_does_not_fit_the_blocks_that_are_missing_goes_on_where_it_is(
+    holds_two: bool,
+) -> None:
+    wrong = make_adapter(MODEL.digest, {block: (bytes(8), 2 if block < 4 else 3) for block in range(MODEL.blocks)})
+    own = {AnnouncedAdapter("own", wrong.digest, 4): wrong}
+    async with world() as swarm:
+        lines = Lines()
+        await swarm.start("still", SPANS[0])
+        for name in "ab":
+            node = await swarm.start(name, SPANS[1], report_move=lines.append, adapters=own)
+            node.source.holds_two = holds_two
+        await lines.until(1)
+        await trio.sleep(60)
+        assert lines[0].startswith(f"moving from blocks {SPANS[1]} to {SPANS[2]}")
+        assert spans(swarm) == [SPANS[0], SPANS[1], SPANS[1]]
 
 
 @pytest.mark.parametrize("seed", seeds(3))

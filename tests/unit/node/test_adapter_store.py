@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,8 +16,11 @@ from llmnode.core.ids import AdapterId, PeerId
 from llmnode.core.model import FP32_BYTES
 from llmnode.core.operations import Adopt, Forget
 from llmnode.core.policy import BudgetPolicy, ServePolicy
-from llmnode.errors import WorkerLost
-from llmnode.node.serve.adapter_store import IN_THREAD_BYTES, AdapterStore
+from llmnode.core.serving.adapter_shelf import ENTRY_BYTES
+from llmnode.core.span import Span
+from llmnode.errors import AdapterError, WorkerLost
+from llmnode.node.serve.adapter_store import IN_THREAD_BYTES, AdaptersTooLarge, AdapterStore
+from llmnode.testing import EXACT_MODEL
 from llmnode.wire.adapter import make_adapter
 
 if TYPE_CHECKING:
@@ -26,13 +30,14 @@ IDLE_S = ServePolicy().adapter_idle_s
 
 
 class FailingWorker:
-    """Forgets nothing, and says why."""
+    """Takes and forgets nothing, and says why."""
 
     def __init__(self, error: Exception) -> None:
+        self.span = Span(0, EXACT_MODEL.blocks)
         self.error = error
         self.asked: list[AdapterId] = []
 
-    async def do(self, operation: Forget) -> None:
+    async def do(self, operation: Adopt | Forget) -> None:
         await trio.lowlevel.checkpoint()
         self.asked.append(operation.adapter)
         raise self.error
@@ -62,11 +67,56 @@ class WillingWorker:
     """Takes every part."""
 
     def __init__(self) -> None:
+        self.span = Span(0, EXACT_MODEL.blocks)
         self.blocks: list[int] = []
+        self.forgotten: list[AdapterId] = []
 
-    async def do(self, operation: Adopt) -> None:
+    async def do(self, operation: Adopt | Forget) -> None:
         await trio.lowlevel.checkpoint()
-        self.blocks.append(operation.block)
+        if isinstance(operation, Adopt):
+            self.blocks.append(operation.block)
+        else:
+            self.forgotten.append(operation.adapter)
+
+
+def test_an_adapter_of_the_node_stays_however_long_it_is_unused_and_makes_way_for_no_stranger() -> None:
+    worker: Any = WillingWorker()
+    budget = Budget(BudgetPolicy(adapter_bytes=4 * ENTRY_BYTES, group_share=1.0, peer_share=1.0))
+    store = AdapterStore(worker, EXACT_MODEL, ServePolicy(), budget)
+    own, *others = (make_adapter(EXACT_MODEL.digest, {0: (bytes([each]) * 4, 1)}) for each in range(8))
+    link: Any = SimpleNamespace(scope=budget.connection("8.8.8.8", PeerId("stranger")))
+
+    async def main() -> None:
+        await store.hold(own)
+        await trio.sleep(2 * IDLE_S)
+        await store.drop_idle()
+        assert store.use(own.digest, worker.span) is not None
+        for each in others:
+            assert list(await store.lacking(link, each.manifest, worker.span)) == [0]
+            await store.bring(each.digest, 0, each.parts[0])
+            used = store.use(own.digest, worker.span)
+            assert used is not None
+            used.release()
+        assert worker.forgotten, "strangers make way for each other"
+        assert own.digest not in worker.forgotten
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+def test_an_adapter_that_does_not_fit_the_memory_is_told_from_one_that_does_not_fit_the_blocks() -> None:
+    failing: Any = FailingWorker(AdapterError("other shapes"))
+    willing: Any = WillingWorker()
+    adapter = make_adapter(EXACT_MODEL.digest, {0: (bytes(4), 1)})
+
+    async def main() -> None:
+        small = AdapterStore(willing, EXACT_MODEL, ServePolicy(), Budget(BudgetPolicy(adapter_bytes=ENTRY_BYTES)))
+        with pytest.raises(AdaptersTooLarge, match="serve fewer"):
+            await small.hold(adapter)
+        with pytest.raises(AdapterError, match="other shapes") as refused:
+            await AdapterStore(failing, EXACT_MODEL, ServePolicy(), Budget(BudgetPolicy())).hold(adapter)
+        assert not isinstance(refused.value, AdaptersTooLarge)
+
+    trio.run(main)
 
 
 def test_the_digest_of_a_large_part_is_made_in_a_thread_and_its_adapter_stays_meanwhile(
