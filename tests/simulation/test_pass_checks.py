@@ -10,6 +10,7 @@ import trio
 
 from llmnode.core.policy import ClientPolicy, RecoveryPolicy, SpotCheckPolicy
 from llmnode.core.span import Span
+from llmnode.session.pass_checks import _SILENT_S, _TIMES_ALL
 from llmnode.session.passes import SwarmPasses
 from llmnode.testing import Cast, FaultPlan, Odds, seeds
 from llmnode.testing.faults import FailForwards, Freeze, Kill, Stop
@@ -142,6 +143,33 @@ async def test_checks_are_made_at_the_rate_that_is_asked_for_and_find_a_liar_in_
             client = SwarmPasses(router.finder, Codec.RAW)
             await client.outputs(ALL_BLOCKS, [3], bytes(3 * router.finder.model.row_bytes))
             assert not client.checks.passed + client.checks.given_up + client.checks.undecided
+
+
+@simulated
+async def test_servers_that_are_silent_when_they_check_hold_up_training_once() -> None:
+    async with world() as swarm:
+        for index, span in enumerate(SPANS):
+            await start(swarm, f"{index}", span, f"9.1.{index}.1")
+        silent = [f"silent {number}" for number in range(6)]
+        for name in silent:
+            node = await swarm.start(name, SPANS[1], said_us=10**6)  # it is not chosen for the pass itself
+            node.worker.gate = trio.Event()
+        async with swarm.client(POLICY) as (router, _):
+            client = SwarmPasses(router.finder, Codec.RAW)
+            took_s = []
+            for _ in range(6):
+                began_s = trio.current_time()
+                await client.outputs(ALL_BLOCKS, [3], bytes(3 * router.finder.model.row_bytes))
+                took_s.append(trio.current_time() - began_s)
+            assert max(took_s) < _TIMES_ALL * CHECKS.timeout_s + 5
+            assert sum(took_s) < len(silent) * CHECKS.timeout_s + 5, "each is asked once"
+            assert took_s[-1] < 5
+            assert not client.checks.passed and not excluded(swarm, router)
+            for name in silent:
+                swarm.nodes[name].worker.open_gate()
+            await trio.sleep(_SILENT_S)
+            await client.outputs(ALL_BLOCKS, [3], bytes(3 * router.finder.model.row_bytes))
+            assert client.checks.passed == 1
 
 
 @pytest.mark.parametrize("seed", seeds(6))

@@ -40,12 +40,21 @@ _MOST_OPINIONS = 5
 """The peers that compute one pass, until two of them agree. Two liars that differ may be the first."""
 _TIMES_SLOWER = 3.0
 """A second peer may take this many times as long as the first one, if that is more than the policy's time."""
+_TIMES_ALL = 2.0
+"""All peers that are asked in one check may take this many times as long as the second one: training waits for it."""
+_SILENT_S = 600.0
+"""A peer that was asked in a check and did not answer is not asked in others for this long."""
+_MOST_SILENT = 256
+"""The last ones of these peers are remembered."""
 GRADIENT_TIMES = 4.0
 """Gradients may differ by four times the tolerance of outputs, since they cross the blocks twice.
 
 Measured between one batch and its sequences alone, and between one thread and two, over SmolLM2 in float32: outputs
 2.6e-6, gradients 8.4e-6. 4e-4 is allowed.
 """
+MOST_APART = 0.45
+"""Gradients may differ by no more, or by the tolerance of outputs if that is more: halved ones are 0.5 apart, and
+zeros 1."""
 _LEAST_SIZE = 0.1
 """A position whose gradient is small counts with this share of the root mean square of all positions: the parts of a
 sum that cancel leave an error of the size of the parts."""
@@ -67,6 +76,18 @@ class _Opinion:
     answer: PassAnswer
 
 
+@dataclass(frozen=True, slots=True)
+class _Patience:
+    """One peer may take `each_s`, and all peers of one check together until `until_s`."""
+
+    each_s: float
+    until_s: float
+
+    @classmethod
+    def beginning_now(cls, each_s: float) -> _Patience:
+        return cls(each_s, trio.current_time() + _TIMES_ALL * each_s)
+
+
 class PassChecks:
     """The checks of one client's passes."""
 
@@ -84,6 +105,12 @@ class PassChecks:
         self._policy = finder.policy.spot_checks
         asked_for = self._policy.tolerance
         self._tolerance = tolerance(finder.model.precision, codec) if asked_for is None else asked_for
+        self._silent_until_s: dict[PeerId, float] = {}
+
+    def is_due(self) -> bool:
+        """Whether the next answer is to be checked. That is drawn for each one."""
+        share = self._policy.share
+        return bool(share) and self._finder.rng.random() < share
 
     async def checked(
         self,
@@ -98,16 +125,15 @@ class PassChecks:
     ) -> PassAnswer:
         """`answer`, which the peer at `connection` gave for the blocks of `span` in `took_s`, or that of two others.
 
-        `ask` puts the same question to another peer. Peers that are `unfit` are not asked. Raises no PeerError.
+        `ask` puts the same question to another peer. Peers that are `unfit`, or were silent in a check lately, are not
+        asked. Raises no PeerError.
         """
-        share = self._policy.share
-        if not share or self._finder.rng.random() >= share:
-            return answer
         own = _Opinion(connection.peer, connection.source.group, answer)
-        asked, timeout_s = {own.peer, *unfit}, max(self._policy.timeout_s, _TIMES_SLOWER * took_s)
+        asked = {own.peer, *unfit, *self._silent_now()}
+        patience = _Patience.beginning_now(max(self._policy.timeout_s, _TIMES_SLOWER * took_s))
         opinions = [own]
         while len(opinions) < _MOST_OPINIONS:
-            another = await self._another(span, asked, opinions, timeout_s, ask)
+            another = await self._another(span, asked, opinions, patience, ask)
             if another is None:
                 break
             alike = [each for each in opinions if await self._agree(each, another, is_gradient=is_gradient)]
@@ -133,7 +159,7 @@ class PassChecks:
         span: Span,
         asked: set[PeerId],
         others: Sequence[_Opinion],
-        timeout_s: float,
+        patience: _Patience,
         ask: Callable[[PeerConnection], Awaitable[PassAnswer]],
     ) -> _Opinion | None:
         """The answer of a peer that is not in `asked`, if possible of another group than `others`. None if none does.
@@ -142,20 +168,34 @@ class PassChecks:
         """
         groups = {each.group for each in others}
         for _ in range(_MOST_ASKED):
-            with trio.move_on_after(timeout_s):
+            began_s = trio.current_time()
+            peer: PeerId | None = None
+            with trio.move_on_at(min(began_s + patience.each_s, patience.until_s)):
                 try:
                     hop, connection = await self._finder.find_twin(span, asked, groups)
-                    asked.add(hop.peer)
-                    return _Opinion(hop.peer, connection.source.group, await ask(connection))
+                    asked.add(peer := hop.peer)
+                    return _Opinion(peer, connection.source.group, await ask(connection))
                 except NoRoute:
                     return None
                 except PeerError as error:
-                    if error.peer is not None:
-                        asked.add(error.peer)
+                    if (peer := error.peer) is not None:
+                        asked.add(peer)
+            if peer is not None and trio.current_time() - began_s >= patience.each_s / 2:
+                self._note_silent(peer)
+            if trio.current_time() >= patience.until_s:
+                return None
         return None
 
+    def _silent_now(self) -> list[PeerId]:
+        now_s = trio.current_time()
+        return [peer for peer, until_s in self._silent_until_s.items() if until_s > now_s]
+
+    def _note_silent(self, peer: PeerId) -> None:
+        silent = {each: self._silent_until_s[each] for each in self._silent_now()[1 - _MOST_SILENT :]}
+        self._silent_until_s = {**silent, peer: trio.current_time() + _SILENT_S}
+
     async def _agree(self, one: _Opinion, other: _Opinion, *, is_gradient: bool) -> bool:
-        allowed = self._tolerance * (GRADIENT_TIMES if is_gradient else 1.0)
+        allowed = allowed_for_gradients(self._tolerance) if is_gradient else self._tolerance
         measure, size = _gradient_deviation if is_gradient else _output_deviation, self._finder.model.hidden_size
         apart: float = await self._finder.run(measure, one.answer, other.answer, size)
         log.debug("spot check of a pass: %s and %s are %.2g apart", one.peer, other.peer, apart)
@@ -179,6 +219,11 @@ class PassChecks:
         log.warning("one of %s computes wrongly, and nobody decides who: all are suspected", _names(opinions))
         self.undecided += 1
         self._finder.suspect([each.peer for each in opinions])
+
+
+def allowed_for_gradients(allowed: float) -> float:
+    """The deviation that gradients may have, where outputs may have `allowed`: both are shares."""
+    return max(allowed, min(GRADIENT_TIMES * allowed, MOST_APART))
 
 
 def _are_one_voice(alike: Sequence[_Opinion], others: Sequence[_Opinion]) -> bool:
