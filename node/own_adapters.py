@@ -29,12 +29,12 @@ async def own_adapters(
     """Read them. Raises ConfigError or AdapterError."""
     if not named:  # a node without any needs no NumPy
         return {}
-    from llmnode.models.peft_folder import MOST_BYTES, read_adapter
+    from llmnode.models.peft_folder import MOST_BYTES, read_named
 
     found: dict[AnnouncedAdapter, Adapter] = {}
     for each in named:
         report(f"reading the adapter {each}")
-        own = await trio.to_thread.run_sync(read_adapter, each, model)
+        own = await trio.to_thread.run_sync(read_named, each, model)
         if any(own.name == other.name or own.adapter.digest == other.digest for other in found):
             raise ConfigError(f"--adapters {each}: there is one of that name or content already: leave one out")
         found[own.announced] = own.adapter

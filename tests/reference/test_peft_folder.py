@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import peft
 import pytest
 import torch
+from peft.utils.other import get_pattern_key
 from safetensors.torch import load_file, save_file
 
 from llmnode.client.absent_blocks import absent_blocks
@@ -20,7 +21,7 @@ from llmnode.client.block_adapters import BlockAdapters
 from llmnode.core.adapters import MOST_RANK
 from llmnode.errors import AdapterError, ConfigError
 from llmnode.models.lora import Lora
-from llmnode.models.peft_folder import PICKLE_FILE, WEIGHTS_FILE, is_adapter_folder, read_adapter
+from llmnode.models.peft_folder import PICKLE_FILE, WEIGHTS_FILE, is_adapter_folder, read_adapter, read_named
 from llmnode.models.sources.checkpoint import ADAPTER_FILE
 from reference.small import BLOCKS, HIDDEN_SIZE, make_model, open_saved
 from reference.test_peft import TARGETS, parts_of, with_adapters
@@ -69,10 +70,10 @@ def test_a_folder_gives_the_adapter_of_a_client_that_loads_it_by_peft(
         assert expected is not None
         assert found.adapter == expected
         assert found.adapter.digest == expected.digest
-        assert found.name == name
         assert found.rank == {"one": 7, "two": 3}[name]
-        renamed = read_adapter(f"other.name={path}", folder.info)
-        assert (renamed.name, renamed.adapter.digest) == ("other.name", expected.digest)
+        for text, named in ((str(path), name), (f"other.name={path}", "other.name")):
+            renamed = read_named(text, folder.info)
+            assert (renamed.name, renamed.adapter.digest) == (named, expected.digest)
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +130,19 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "another method": (changed_config(peft_type="LOHA"), "train one of LoRA"),
     "no alpha": (changed_config(lora_alpha=None), "lora_alpha"),
     "alphas that are no map": (changed_config(alpha_pattern=[1]), "alpha_pattern"),
-    "a pattern that is none": (changed_config(alpha_pattern={"(": 2}), "is no pattern"),
+    "a pattern that is none": (changed_config(alpha_pattern={"(": 2}), "is no layer's name"),
+    "a pattern that takes for ever": (changed_config(alpha_pattern={"(a*)*" * 20: 2}), "is no layer's name"),
+    "too many patterns": (changed_config(alpha_pattern={f"a{each}": 2 for each in range(4097)}), "alpha_pattern"),
+    "an alpha of 400 digits": (changed_config(lora_alpha=10**400), "lora_alpha"),
+    "activated LoRA": (changed_config(alora_invocation_tokens=[1, 2]), "aLoRA"),
+    "Arrow": (changed_config(arrow_config={"top_k": 3}), "Arrow"),
+    "KaSA": (changed_config(kasa_config={"beta": 1}), "KaSA"),
+    "MonteCLoRA": (changed_config(monteclora_config={"samples": 1}), "MonteCLoRA"),
+    "VeLoRA": (changed_config(velora_config={"num_groups": 1}), "VeLoRA"),
+    **{
+        f"initialized by {init}": (changed_config(init_lora_weights=init), "another base model")
+        for init in ("pissa", "PiSSA_niter_4", "corda", "olora", "loftq", "lora_ga", "new", ["gaussian"])
+    },
     "NaN": (changed_tensors(lambda tensors: tensors[NAME].fill_(float("nan"))), "not finite"),
     "an infinity": (changed_tensors(lambda tensors: tensors[NAME][0].fill_(float("inf"))), "not finite"),
     "half of a layer": (changed_tensors(lambda tensors: tensors.pop(NAME)), "one is not there"),
@@ -172,7 +185,35 @@ def test_a_bad_folder_is_refused_with_the_fix(fault: str, copied: tuple[ModelInf
     damage(path)
     with pytest.raises(AdapterError, match=why) as refused:
         read_adapter(str(path), info)
-    assert str(refused.value).startswith("the adapter one: ")
+    assert str(refused.value).startswith(f"the adapter {path}: ")
+
+
+@pytest.mark.parametrize("init", [True, False, None, "gaussian", "Gaussian", "eva", "orthogonal", "mica"])
+def test_a_folder_whose_base_model_was_left_as_it_is_is_plain(init: object, copied: tuple[ModelInfo, Path]) -> None:
+    info, path = copied
+    before = read_adapter(str(path), info)
+    changed_config(init_lora_weights=init)(path)
+    assert read_adapter(str(path), info) == before
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matches"),
+    [
+        ("q_proj", True),
+        ("layers.3.self_attn.q_proj", True),
+        (r"^model\.layers\.3\.self_attn\.q_proj$", True),
+        ("^layers.3.self_attn.q_proj", False),
+        ("proj", False),
+    ],
+)
+def test_a_layers_alpha_is_that_of_peft(pattern: str, matches: bool, copied: tuple[ModelInfo, Path]) -> None:
+    info, path = copied
+    layer = "model.layers.3.self_attn.q_proj"
+    assert (get_pattern_key([pattern], layer) == pattern) == matches
+    changed_config(alpha_pattern={})(path)
+    plain = read_adapter(str(path), info).adapter
+    changed_config(alpha_pattern={pattern: 77})(path)
+    assert (read_adapter(str(path), info).adapter.parts[3] != plain.parts[3]) == matches
 
 
 def test_another_base_is_refused_by_its_name_on_the_hub(copied: tuple[ModelInfo, Path]) -> None:
@@ -190,9 +231,30 @@ def test_what_is_no_folder_or_no_name_is_refused(copied: tuple[ModelInfo, Path])
         assert not is_adapter_folder(text)
         with pytest.raises(ConfigError, match="is no folder"):
             read_adapter(text, info)
+        with pytest.raises(ConfigError, match="is no folder"):
+            read_named(text, info)
     odd = path.parent / "a name"
     path.rename(odd)
     assert is_adapter_folder(str(odd))
     with pytest.raises(ConfigError, match="give NAME=FOLDER"):
-        read_adapter(str(odd), info)
-    assert read_adapter(f"odd={odd}", info).name == "odd"
+        read_named(str(odd), info)
+    assert read_named(f"odd={odd}", info).name == "odd"
+
+
+def test_a_folders_name_may_be_any_for_a_client_and_is_not_split_where_it_is_one(
+    copied: tuple[ModelInfo, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info, path = copied
+    monkeypatch.chdir(path.parent)
+    shutil.copytree(path, "lr=1e-4")
+    shutil.copytree(path, "1e-4")
+    changed_config(lora_alpha=1)(Path("1e-4"))
+    expected, other = read_adapter(str(path), info).adapter, read_adapter("1e-4", info).adapter
+    assert expected != other
+    assert read_adapter("lr=1e-4", info).adapter == expected
+    assert read_adapter(str(path.parent / "lr=1e-4"), info).adapter == expected
+    with pytest.raises(ConfigError, match="'lr=1e-4' is no name"):
+        read_named("lr=1e-4", info)
+    assert read_named("rate=lr=1e-4", info).adapter == expected
+    Path("link").symlink_to("one")
+    assert read_named("link", info).name == "link", "the name of its target is told to nobody"

@@ -6,9 +6,10 @@ not imported: a server reads its adapters in a process that computes nothing.
 
 from __future__ import annotations
 
+import os
 import re
 import reprlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from llmnode.models.sources.damage import read_json
 from llmnode.wire.adapter import make_adapter
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from llmnode.core.model import ModelInfo
     from llmnode.wire.adapter import Adapter
@@ -44,14 +45,28 @@ _REFUSED: Mapping[str, str] = {
     "use_qalora": "QALoRA",
     "use_bdlora": "block-diagonal LoRA",
     "target_parameters": "LoRA of parameters (target_parameters)",
+    "alora_invocation_tokens": "activated LoRA (aLoRA)",
+    "arrow_config": "Arrow",
+    "kasa_config": "KaSA",
+    "monteclora_config": "MonteCLoRA",
+    "velora_config": "VeLoRA",
 }
 """Options of PEFT that servers do not compute, and what they are called."""
+_PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
+"""The values of `init_lora_weights` with which PEFT leaves the base model as it is. Others change its weights."""
+_PATTERN = re.compile(r"\^?(?:[\w.]|\\\.)+\$?")
+"""A module's name, as PEFT itself writes patterns. Others may take for ever to match."""
+_MOST_PATTERNS = 4096
+_LARGEST = float(np.finfo(np.float32).max)
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass(frozen=True, slots=True)
 class LocalAdapter:
-    """An adapter that was read. `rank` is the largest of its layers, `base` the base model as its config names it."""
+    """An adapter that was read. `rank` is the largest of its layers, `base` the base model as its config names it.
+
+    Only one of `read_named` has a `name` that may be announced.
+    """
 
     name: str
     base: str
@@ -71,36 +86,43 @@ def is_adapter_folder(text: str) -> bool:
         return False
 
 
-def read_adapter(text: str, model: ModelInfo) -> LocalAdapter:
+def read_named(text: str, model: ModelInfo) -> LocalAdapter:
     """The adapter for `model` in the folder FOLDER, where `text` is FOLDER or NAME=FOLDER. Blocks while it reads.
 
-    Raises ConfigError for a folder that is none of PEFT's, and AdapterError for an adapter that servers cannot compute.
+    Without NAME it has the folder's name. Raises ConfigError for a folder or a name that is none, and AdapterError for
+    an adapter that servers cannot compute.
     """
     name, found, folder = text.partition("=")
-    if not found or not re.fullmatch(NAME_PATTERN, name):
-        name, folder = "", text
+    if not found or is_adapter_folder(text) or not re.fullmatch(NAME_PATTERN, name):
+        name, folder = Path(os.path.abspath(expand_path(text))).name, text  # a symlink's own name
+    if is_adapter_folder(folder) and not re.fullmatch(NAME_PATTERN, name):
+        raise ConfigError(
+            f"{name!r} is no name for an adapter: give NAME=FOLDER, with letters, digits, '.', '_' and '-'"
+        )
+    return replace(read_adapter(folder, model), name=name)
+
+
+def read_adapter(folder: str, model: ModelInfo) -> LocalAdapter:
+    """The adapter for `model` in a folder, whose path is its name. Blocks while it reads. Raises as `read_named`."""
     path = expand_path(folder)
     if not path.is_dir():
         raise ConfigError(
             f"the adapter {folder!r} is no folder: give one that PEFT has saved, with {ADAPTER_FILE} and "
             f"{WEIGHTS_FILE}. `hf download ORG/NAME --local-dir FOLDER` gets one of the hub"
         )
-    name = name or path.resolve().name
-    if not re.fullmatch(NAME_PATTERN, name):
-        raise ConfigError(
-            f"{name!r} is no name for an adapter: give NAME=FOLDER, with letters, digits, '.', '_' and '-'"
-        )
     try:
-        return _read(name, path, model)
+        return _read(path, model)
     except (AdapterError, ModelError) as error:
-        raise AdapterError(f"the adapter {name}: {error}") from error
+        raise AdapterError(f"the adapter {folder}: {error}") from error
     except OSError as error:
-        raise ConfigError(f"the adapter {name}: {error.filename or path} cannot be read ({error.strerror})") from error
+        why = f"{error.filename or path} cannot be read ({error.strerror})"
+        raise ConfigError(f"the adapter {folder}: {why}") from error
 
 
-def _read(name: str, path: Path, model: ModelInfo) -> LocalAdapter:
+def _read(path: Path, model: ModelInfo) -> LocalAdapter:
     config = read_json(path / ADAPTER_FILE)
     _check_config(config, model)
+    alphas = _alphas(config)
     layers: dict[int, dict[str, dict[str, np.ndarray]]] = {}
     prefix = ""
     for tensor, values in _tensors(path).items():
@@ -115,11 +137,13 @@ def _read(name: str, path: Path, model: ModelInfo) -> LocalAdapter:
     for block, part in layers.items():
         for layer, halves in part.items():
             rank = max(rank, _rank_of(f"block {block}: {layer}", halves))
-        parts[block] = _packed(config, f"{prefix}{block}.", part)
+        scales = {layer: _scale(config, alphas, f"{prefix}{block}.{layer}", part[layer]["A"]) for layer in part}
+        parts[block] = _packed(part, scales)
     if not parts:
         raise AdapterError(f"{WEIGHTS_FILE} has no tensors: save the adapter again")
     base = config.get("base_model_name_or_path")
-    return LocalAdapter(name, base if isinstance(base, str) else "", rank, make_adapter(model.digest, parts))
+    base = base if isinstance(base, str) else ""
+    return LocalAdapter(str(path), base, rank, make_adapter(model.digest, parts))
 
 
 def _check_config(config: Mapping[str, Any], model: ModelInfo) -> None:  # Any: JSON
@@ -131,6 +155,9 @@ def _check_config(config: Mapping[str, Any], model: ModelInfo) -> None:  # Any: 
     more = [what for option, what in _REFUSED.items() if config.get(option)]
     if config.get("bias", "none") != "none":
         more.append("biases")
+    init = config.get("init_lora_weights")
+    if (init.lower() if isinstance(init, str) else init) not in _PLAIN_INITS:
+        more.append(f"another base model, which {reprlib.repr(init)} (init_lora_weights) has changed")
     if more:
         raise AdapterError(f"servers compute plain LoRA, and it has {', '.join(more)}: train one without")
     base = config.get("base_model_name_or_path")
@@ -140,16 +167,24 @@ def _check_config(config: Mapping[str, Any], model: ModelInfo) -> None:  # Any: 
             f"it is for the base {names[0]}, and not for {names[1]}: serve it with its own base, or correct "
             f"base_model_name_or_path in {ADAPTER_FILE} if that is the same model"
         )
-    alphas = [config.get("lora_alpha"), *_patterns(config).values()]
-    if not all(isinstance(each, (int, float)) and np.isfinite(each) for each in alphas):
+
+
+def _alphas(config: Mapping[str, Any]) -> list[tuple[re.Pattern[str], float]]:  # Any: JSON
+    """Alphas of layers by patterns of their names, in PEFT's order: the first one counts. The last one is for all."""
+    named = config.get("alpha_pattern") or {}
+    if not isinstance(named, dict) or len(named) > _MOST_PATTERNS:
+        raise AdapterError(
+            f"alpha_pattern in {ADAPTER_FILE} is no map of {_MOST_PATTERNS} layers at most: save the adapter again"
+        )
+    for pattern in named:
+        if not _PATTERN.fullmatch(pattern):
+            what = reprlib.repr(pattern)
+            raise AdapterError(f"alpha_pattern in {ADAPTER_FILE}: {what} is no layer's name: name each layer there")
+    numbers = [*named.values(), config.get("lora_alpha")]
+    if not all(isinstance(each, (int, float)) and abs(each) <= _LARGEST for each in numbers):
         raise AdapterError(f"{ADAPTER_FILE} has no number as lora_alpha: save the adapter again")
-
-
-def _patterns(config: Mapping[str, Any]) -> Mapping[str, Any]:  # Any: JSON
-    found = config.get("alpha_pattern") or {}
-    if not isinstance(found, dict):
-        raise AdapterError(f"alpha_pattern in {ADAPTER_FILE} is no map: save the adapter again")
-    return found
+    patterns = [re.compile(rf"(.*\.)?({each})") for each in named]
+    return list(zip([*patterns, re.compile(".*")], map(float, numbers), strict=True))
 
 
 def _tensors(path: Path) -> dict[str, np.ndarray]:
@@ -209,33 +244,24 @@ def _rank_of(where: str, halves: Mapping[str, np.ndarray]) -> int:
     return len(a)
 
 
-def _packed(
+def _scale(
     config: Mapping[str, Any],  # Any: JSON
-    path: str,
-    part: Mapping[str, Mapping[str, np.ndarray]],
-) -> tuple[bytes, int]:
-    """The bytes of the part of the block at `path`, as `models/lora.py: pack_part` makes them.
+    alphas: Sequence[tuple[re.Pattern[str], float]],
+    layer: str,
+    a: np.ndarray,
+) -> float:
+    """The factor of the layer of this name, whose first matrix is `a`."""
+    alpha = next(alpha for pattern, alpha in alphas if pattern.fullmatch(layer))
+    return alpha / (len(a) ** 0.5 if config.get("use_rslora") else len(a))
 
-    And how many numbers its matrices have.
-    """
+
+def _packed(part: Mapping[str, Mapping[str, np.ndarray]], scales: Mapping[str, float]) -> tuple[bytes, int]:
+    """The bytes of one block's part, as `models/lora.py: pack_part` makes them. And how many numbers it has."""
     from safetensors.numpy import save
 
     tensors = {}
     for layer, halves in part.items():
-        a, b = halves["A"], halves["B"]
-        rank = len(a) ** 0.5 if config.get("use_rslora") else len(a)
-        tensors[f"{layer}.lora_A.weight"] = np.ascontiguousarray(a)
-        tensors[f"{layer}.lora_B.weight"] = np.ascontiguousarray(b)
-        tensors[f"{layer}.scale"] = np.array(_alpha_of(config, path + layer) / rank, np.float32)
+        tensors[f"{layer}.lora_A.weight"] = np.ascontiguousarray(halves["A"])
+        tensors[f"{layer}.lora_B.weight"] = np.ascontiguousarray(halves["B"])
+        tensors[f"{layer}.scale"] = np.array(scales[layer], np.float32)
     return save(tensors), sum(each.size for halves in part.values() for each in halves.values())
-
-
-def _alpha_of(config: Mapping[str, Any], layer: str) -> float:  # Any: JSON
-    """PEFT's choice: the first pattern that the layer's name ends with, else that of all layers."""
-    for pattern, alpha in _patterns(config).items():
-        try:
-            if re.fullmatch(rf"(.*\.)?({pattern})", layer):
-                return float(alpha)
-        except re.error as error:
-            raise AdapterError(f"alpha_pattern in {ADAPTER_FILE}: {pattern!r} is no pattern ({error})") from error
-    return float(config["lora_alpha"])
