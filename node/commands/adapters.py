@@ -43,8 +43,9 @@ def run(arguments: argparse.Namespace) -> int:
     import trio
 
     from llmnode.core.served_adapters import served_adapters
+    from llmnode.core.view import online
 
-    found = served_adapters(trio.run(_ask, way_in(arguments)))
+    found = served_adapters(online(trio.run(_ask, way_in(arguments))))
     if arguments.json:
         show_json({"adapters": [_json(each) for each in found]})
     else:

@@ -16,6 +16,9 @@ from llmnode.session.passes import SwarmPasses
 from llmnode.session.served_adapter import with_served_adapter
 from llmnode.testing import exact_output, seeds
 from llmnode.testing.exact_blocks import exact_gradient, exact_input
+from llmnode.testing.network import peer_named
+from llmnode.testing.watched_finder import WatchedFinder
+from llmnode.testing.world import GENEROUS
 from llmnode.wire.payload import Codec
 from simulation.adapters import by_sequence, drawn, drawn_adapter, there_and_back
 from simulation.test_adapters import LENGTHS, parts_sent_by
@@ -81,6 +84,16 @@ async def test_sessions_and_passes_have_the_adapter_that_is_named_and_no_part_cr
 
 
 @simulated
+async def test_an_adapter_that_nobody_has_used_for_long_is_still_held() -> None:
+    adapter = drawn_adapter(random.Random(8))
+    async with world() as swarm:
+        await holders(swarm, "a", {named("pirate", adapter): adapter})
+        await trio.sleep(2 * GENEROUS.adapter_idle_s)
+        async with swarm.client() as (router, _):
+            await steps(await with_served_adapter(router, "pirate"), adapter, random.Random(8))
+
+
+@simulated
 async def test_a_client_that_has_the_adapter_sends_it_only_to_servers_that_do_not_hold_it() -> None:
     adapter = drawn_adapter(random.Random(2))
     async with world() as swarm:
@@ -127,9 +140,17 @@ async def test_a_server_that_announces_an_adapter_that_it_does_not_hold_is_passe
         await swarm.start("1c", SPANS[1], adapters={named("pirate", adapter): other}, said_us=1)
         async with swarm.client() as (router, _):
             found = await with_served_adapter(router, "pirate")
+            own = found.finder
+            found.finder = watched = WatchedFinder(own.model, own.pool, own.swarm, own.policy, own.rng, own.run)
+            client = SwarmPasses(watched, Codec.RAW)
             for seed in range(4):
                 await steps(found, adapter, random.Random(seed))
-                await frozen_there_and_back(SwarmPasses(found.finder, Codec.RAW), seed, adapter)
+                for other_seed in range(4):
+                    await frozen_there_and_back(client, other_seed, adapter)
+            assert 1 <= len(watched.failures) <= 4, "it is not asked first in each pass"
+            assert {peer for _, peer in watched.failures} == {peer_named("1c")}
+            await there_and_back(SwarmPasses(router.finder, Codec.RAW), 2, LENGTHS, adapter)
+            assert not router.finder._bans.is_banned(peer_named("1c"), trio.current_time()), "that client brings it"
 
 
 @simulated

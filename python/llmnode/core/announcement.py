@@ -5,7 +5,7 @@ Bytes and signatures are made elsewhere (`llmnode.wire.announcement`, `llmnode.n
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -65,8 +65,10 @@ class Offer:
         """Whether it says that it computes in this profile, be it with an adapter that it announces."""
         if self.profile == profile:
             return True
-        held = (replace(self.profile, adapter=bytes(each.digest)) for each in self.adapters)
-        return self.profile.adapter is None and profile in held
+        if profile.adapter is None or self.profile.adapter is not None:
+            return False
+        is_same = (self.profile.model_digest, self.profile.precision) == (profile.model_digest, profile.precision)
+        return is_same and any(each.digest == profile.adapter for each in self.adapters)
 
     @property
     def speed_tokens_per_s(self) -> float:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from llmnode.core.address_groups import announced_group
 from llmnode.core.errors import ConfigError
 from llmnode.core.ids import ADAPTER_ID_BYTES
 from llmnode.core.route import uncovered
@@ -42,7 +43,7 @@ def served_adapters(announcements: Sequence[Announcement]) -> list[ServedAdapter
     """The adapters that they announce, by model, name and digest. Those with other names or ranks are apart."""
     found: dict[tuple[Profile, AnnouncedAdapter], list[Announcement]] = {}
     for each in announcements:
-        for adapter in each.offer.adapters:
+        for adapter in dict.fromkeys(each.offer.adapters):
             found.setdefault((each.offer.profile, adapter), []).append(each)
     served = [ServedAdapter(adapter, profile, tuple(servers)) for (profile, adapter), servers in found.items()]
     return sorted(served, key=lambda each: (each.profile.key, each.adapter.name, each.adapter.digest))
@@ -53,16 +54,24 @@ def find_adapter(wanted: str, announcements: Sequence[Announcement], profile: Pr
 
     Raises ConfigError if nobody announces it, and if several adapters have that name.
     """
-    served = [each for each in served_adapters(online(announcements)) if each.profile == profile]
-    if _DIGEST.fullmatch(wanted):
-        found = [each for each in served if each.adapter.digest.hex() == wanted.lower()]
-    else:
-        found = [each for each in served if each.adapter.name == wanted]
-    digests = sorted({each.adapter.digest.hex() for each in found})
-    if len(digests) > 1:
-        some = ", ".join(digests[:NAMED])
-        raise ConfigError(f"servers announce {len(digests)} adapters named {wanted!r}: give one by its digest, {some}")
+    of_model = [each for each in served_adapters(online(announcements)) if _is_of_model(each, profile)]
+    served = [each for each in of_model if each.profile == profile]
+    found = [each for each in served if _is_meant(each, wanted)]
+    by_digest: dict[str, list[ServedAdapter]] = {}
+    for each in found:
+        by_digest.setdefault(each.adapter.digest.hex(), []).append(each)
+    if len(by_digest) > 1:
+        # Anyone can announce a name, so the digests that few can have made up are told first.
+        likely = sorted(by_digest, key=lambda digest: (*_doubts(by_digest[digest]), digest))
+        some = ", ".join(likely[:NAMED])
+        raise ConfigError(f"servers announce {len(likely)} adapters named {wanted!r}: give one by its digest, {some}")
     if not found:
+        elsewhere = sorted({each.profile.precision.name for each in of_model if _is_meant(each, wanted)})[:NAMED]
+        if elsewhere:
+            raise ConfigError(
+                f"no server announces the adapter {wanted!r} in {profile.precision.name}, which this client uses: "
+                f"name a dtype in which it is announced, {' or '.join(elsewhere)}"
+            )
         names = sorted({each.adapter.name for each in served})[:NAMED]
         there = f"there are {', '.join(names)}" if names else "none is announced for this model and precision"
         raise ConfigError(
@@ -71,3 +80,21 @@ def find_adapter(wanted: str, announcements: Sequence[Announcement], profile: Pr
         )
     servers = {each.peer: each for one in found for each in one.servers}
     return ServedAdapter(found[0].adapter, profile, tuple(servers.values()))
+
+
+def _is_of_model(served: ServedAdapter, profile: Profile) -> bool:
+    return (served.profile.model_digest, served.profile.adapter) == (profile.model_digest, profile.adapter)
+
+
+def _is_meant(served: ServedAdapter, wanted: str) -> bool:
+    """Whether `wanted` is its name, or its digest in hexadecimal."""
+    if _DIGEST.fullmatch(wanted):
+        return served.adapter.digest.hex() == wanted.lower()
+    return served.adapter.name == wanted
+
+
+def _doubts(alike: Sequence[ServedAdapter]) -> tuple[bool, int]:
+    """Whether the adapter of one digest is missing for some blocks, and minus the address groups that announce it."""
+    servers = [server for each in alike for server in each.servers]
+    groups = {announced_group(address) for server in servers for address in server.addresses[:1]}
+    return bool(replace(alike[0], servers=tuple(servers)).missing), -len(groups)

@@ -24,6 +24,7 @@ from llmnode.core.view import online
 from llmnode.errors import ConfigError, NoRoute, PeerError, PeerRefused, PeerUnreachable
 from llmnode.session.reaching import Reaching
 from llmnode.session.saved import MOST_CONTACTS, pack, write
+from llmnode.wire.messages import RefusalCode
 from llmnode.wire.receipt import Convicted
 
 if TYPE_CHECKING:
@@ -102,13 +103,18 @@ class PeerFinder:
             if error.retry_after_s is not None:
                 still = {each: until_s for each, until_s in self._full_until_s.items() if until_s > now_s}
                 self._full_until_s = {**still, error.peer: now_s + error.retry_after_s}
-            if not error.breaks_promise:
+            if not self._breaks_promise(error):
                 return
         if is_new and not isinstance(error, PeerUnreachable):  # that may be our own network's fault
             self._standing.note_failed(error.peer, now_s)
         if isinstance(error, Convicted):
             self._suspicion.convict(error.peer, now_s)
         self._bans.report(error.peer, now_s)
+
+    def _breaks_promise(self, refusal: PeerRefused) -> bool:
+        """Whether the peer had accepted the session, or says that it does not hold the adapter that it announces."""
+        lacks_own = refusal.code == RefusalCode.UNKNOWN_ADAPTER and self.model.adapter is not None
+        return refusal.breaks_promise or lacks_own
 
     def note_served(self, result: ChunkResult) -> None:
         """The hops of a session have computed a chunk, and all that we can check was right."""

@@ -31,7 +31,7 @@ class WatchedFinder(PeerFinder):
 
     def report(self, error: PeerError) -> None:
         super().report(error)
-        if error.peer is not None and not (isinstance(error, PeerRefused) and not error.breaks_promise):
+        if error.peer is not None and not (isinstance(error, PeerRefused) and not self._breaks_promise(error)):
             self.failures.append((trio.current_time(), error.peer))
             self.banned.append((trio.current_time(), error))
 
