@@ -5,6 +5,7 @@ Sessions that have to go for others, or find no KV to grow, are told so, and end
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import TYPE_CHECKING
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
     Evict = Callable[[PeerRefused], None]
     """Ends a session, and says why. It returns at once."""
+
+log = logging.getLogger(__name__)
 
 MOVED = "others need the KV of this session: go on elsewhere, or here, by a replay"
 FULL = "others than sessions have the KV that this session needs: go on elsewhere, or here, by a replay"
@@ -114,7 +117,12 @@ class Admission:
             del self._waiting[session]
             if not waiting.has_kv:
                 self._queue.give_up(session)
-        if not await self._worker.do(Resize(session, min(self._queue.held(session), claim.positions))):
+        try:
+            has_memory = await self._worker.do(Resize(session, min(self._queue.held(session), claim.positions)))
+        except (RuntimeError, MemoryError):  # torch's out-of-memory
+            log.exception("no memory for the KV of a session")
+            has_memory = False
+        if not has_memory:
             self._queue.end(session)
             if self._evict.pop(session, None) is not None:
                 retry_after_s = self._retry_after_s(claim, positions)

@@ -118,9 +118,7 @@ class ServerSession:
         self._scope.cancel()
 
     async def say_farewell(self, link: Link | None) -> None:
-        """Tell the client why the session had to end, if it had to: in answer to its last frame, and to those that
-        wait.
-        """
+        """Tell the client why the session had to end, if it had to, in answer to its last frame and those that wait."""
         if self._evicted_because is None or link is None:
             return
         with trio.move_on_after(FAREWELL_S), suppress(PeerError):
@@ -224,7 +222,10 @@ class ServerSession:
 
     async def _follow(self, frame: Frame) -> None:
         """Do what the stage says to a STEP, TRUNCATE or FORK, and to what has waited for it."""
-        action = self._fork(frame) if frame.type is FrameType.FORK else self.stage.receive(frame)
+        try:
+            action = await self._fork(frame) if frame.type is FrameType.FORK else self.stage.receive(frame)
+        except WorkerLost as error:
+            return await self._send(refusal_of(frame, RefusalCode.COMPUTE_FAILED, str(error)))
         while not isinstance(action, Wait):
             try:
                 await self._act(action)
@@ -287,22 +288,25 @@ class ServerSession:
             self.served.tally.positions += frame.length
             self.served.tally.pushed += pushed
             shown = unpack(Pushed, frame.meta) if frame.meta else None
-            result = Result(
-                computed.queue_us,
-                computed.compute_us,
-                receipt.input_digest,
-                receipt.output_digest,
-                receipt.signature,
-                pushed,
-                shown.input_digest if shown else b"",
-                shown.signature if shown else b"",
-            )
+            own = receipt.input_digest, receipt.output_digest, receipt.signature
+            of_pusher = (shown.input_digest, shown.signature) if shown else (b"", b"")
+            result = Result(computed.queue_us, computed.compute_us, *own, pushed, *of_pusher)
             wanted = not self._quiet and not (pushed and self._outputs is not None)
             answer = self._answer(FrameType.RESULT, frame, pack(result), payload if wanted else b"")
             self.stage.computed(answer, receipt.input_digest)
             await self._send(answer)
 
-    def _fork(self, frame: Frame) -> Action:
+    async def _fork(self, frame: Frame) -> Action:
+        """Decide about a FORK, when there is KV for it. The source may have changed or gone meanwhile."""
+        if not isinstance(action := self._decide_fork(frame), Copy):
+            return action
+        self.stage.failed()
+        for session in (action.source, frame.session):  # neither is computing
+            self.served.admission.use(session, ends=True)
+        await self.served.admission.reserve(frame.session, frame.start)
+        return self._decide_fork(frame)
+
+    def _decide_fork(self, frame: Frame) -> Action:
         try:
             request = unpack(ForkRequest, frame.meta)
         except RemoteProtocolError as error:
@@ -324,7 +328,6 @@ class ServerSession:
             return
         if isinstance(operation, operations.Fork) and source.served is not self.served:
             raise WorkerLost("the session to be copied has lost its worker")
-        await self.served.admission.reserve(frame.session, frame.start)
         try:
             await self._worker.do(operation)
         except (RuntimeError, MemoryError) as error:
@@ -353,7 +356,8 @@ class ServerSession:
         self.served.admission.use(frame.session, ends=True)
         payload = outputs.read(frame.start, frame.length)
         self.inbox.settle(size_bytes, self._logged_bytes)  # from here on the link holds it
-        pushed = request.push and self._may_replay(size_bytes) and await self._push(frame, payload, b"")
+        may_push = request.push and self._replays.allows(size_bytes, self._logged_bytes, trio.current_time())
+        pushed = may_push and await self._push(frame, payload, b"")
         meta = pack(Replayed(_native.blake3_digest(payload), pushed))
         await self._send(self._answer(FrameType.REPLAYED, frame, meta, b"" if pushed else payload))
 
@@ -371,10 +375,6 @@ class ServerSession:
     async def _push(self, frame: Frame, payload: Buffer, meta: bytes) -> bool:
         """To the next hop, as its step of the same number."""
         return await self._receiver.push(self._answer(FrameType.STEP, frame, meta, payload), self.link)
-
-    def _may_replay(self, size_bytes: int) -> bool:
-        """Whether the log may be pushed again, as far as this."""
-        return self._replays.allows(size_bytes, self._logged_bytes, trio.current_time())
 
     def _done(self, kind: FrameType, frame: Frame) -> Frame:
         """The answer to a frame that changed the KV: where it stands now."""

@@ -14,14 +14,18 @@ from typing import TYPE_CHECKING
 import pytest
 import trio
 
+from llmnode.core.ids import SESSION_ID_BYTES, Epoch, SessionId, Step
 from llmnode.core.policy import AdmissionPolicy, RecoveryPolicy
 from llmnode.errors import PeerRefused
+from llmnode.swarm.peer_connection import open_connection
 from llmnode.testing import Conditions, check_kv_is_free, open_world, seeds, simulate
 from llmnode.testing.world import GENEROUS
+from llmnode.wire.frame import Frame, FrameType
+from llmnode.wire.messages import ForkRequest, OpenRequest, RefusalCode, pack
 from llmnode.wire.payload import Codec
 from simulation.scarce import PATIENT
 from simulation.test_noticing import HALVES
-from simulation.world import ALL_BLOCKS, DELAY_S, KV_TOKENS, Dialogue, simulated
+from simulation.world import ALL_BLOCKS, DELAY_S, KV_TOKENS, MODEL, ROW, Dialogue, simulated
 
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
@@ -147,3 +151,63 @@ async def test_rows_that_could_never_be_there_together_are_refused_before_any_wo
         await trio.sleep(20)
         other = await stack.enter_async_context(client.router.open_session(HALF, Codec.RAW, row))
         assert other.route[0].peer == twin.peer != node.peer
+
+
+@simulated
+async def test_a_session_that_cannot_grow_since_memory_has_run_out_goes_on_by_a_replay() -> None:
+    async with scarce() as swarm, AsyncExitStack() as stack:
+        node = await swarm.start("0", ALL_BLOCKS)
+        client = await stack.enter_async_context(swarm.client(PATIENT))
+        dialogue = Dialogue(
+            await stack.enter_async_context(client.router.open_session(HALF, Codec.RAW)), random.Random(1)
+        )
+        await dialogue.step(PIECE)
+        node.worker.executor.fails = 1
+        for _ in range(3):
+            await dialogue.step(1)
+        (recovery,) = session.recoveries
+        assert "others than sessions have the KV" in recovery.cause
+        await session.close()
+        await check_kv_is_free(swarm)
+
+
+SOURCE, COPY, OTHER = (SessionId(letter * SESSION_ID_BYTES) for letter in (b"s", b"c", b"o"))
+
+
+def step(session: SessionId, length: int) -> Frame:
+    return Frame(FrameType.STEP, session, length=length, payload=bytes(length * ROW), value_bytes=4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"),
+    [(FrameType.CLOSE, RefusalCode.UNKNOWN_SESSION), (FrameType.TRUNCATE, RefusalCode.WRONG_POSITION)],
+)
+@simulated
+async def test_a_fork_is_refused_if_its_source_goes_or_shrinks_while_the_copy_gets_kv(
+    kind: FrameType, code: RefusalCode
+) -> None:
+    asked = OpenRequest(
+        MODEL.digest, 0, MODEL.blocks, HALF, MODEL.precision.name, Codec.RAW, "interactive", keep_outputs=False
+    )
+    async with scarce() as swarm:
+        node = await swarm.start("0", ALL_BLOCKS)
+        link = await swarm.internet.network("client").dial(node.network.addresses[0])
+        async with open_connection(link) as connection:
+            for session in (SOURCE, COPY, OTHER):
+                await connection.ask(Frame(FrameType.OPEN, session, meta=pack(asked)), FrameType.OPENED, 5)
+            await connection.ask(step(SOURCE, 20), FrameType.RESULT, 5)
+            node.worker.gate = trio.Event()
+            await connection.tell(step(OTHER, 1))
+            await trio.sleep(1)
+            with connection.expect(COPY, Epoch(1), Step(0)) as answer:
+                fork = Frame(FrameType.FORK, COPY, Epoch(1), start=20, meta=pack(ForkRequest(SOURCE, 0)))
+                await connection.tell(fork)
+                await trio.sleep(1)
+                await connection.tell(Frame(kind, SOURCE, Epoch(1)))
+                await trio.sleep(1)
+                node.worker.open_gate()
+                with pytest.raises(PeerRefused) as refused:
+                    await answer.receive(FrameType.FORKED, 5)
+            assert refused.value.code == code
+            await connection.ask(step(COPY, 3), FrameType.RESULT, 5)
+        await check_kv_is_free(swarm)

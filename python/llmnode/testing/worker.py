@@ -199,8 +199,8 @@ class ExactExecutor:
     Each byte that a block puts out is the sum (modulo 256) of all bytes that came in, up to it, and the block's number.
     Two bits of every fourth byte are left out, so that hidden states are finite numbers. So an answer is right only if
     the KV holds exactly what came before, and every block was passed once. `forwards` counts slices. The next `fails`
-    of them, or of forks, end as if memory had run out, and so does a forward of several slices while any is to fail.
-    `forks` has the positions that each fork copied, from and to.
+    of them, or of forks or growths, end as if memory had run out, and so does a forward of several slices while any is
+    to fail. `forks` has the positions that each fork copied, from and to.
     """
 
     def __init__(self, span: Span, row_bytes: int, kv_tokens: int) -> None:
@@ -336,6 +336,7 @@ class ExactExecutor:
 
     def _resize(self, session: SessionId, positions: int) -> bool:
         assert positions * self._row_bytes >= len(self._kept[session]), "positions without KV"
+        self._fail_if_told()
         if positions - self._reserved[session] > self.kv_tokens_free():
             self.refused += 1
             return False

@@ -125,14 +125,15 @@ class AdmissionQueue:
         return 0 if lease is None else lease.positions
 
     def grow(self, session: SessionId, positions: int) -> None:
-        """A session that has come in needs KV for `positions` in all. It gets it with `admit`, and a piece with it if
-        that is free.
+        """A session that has come in needs KV for `positions` in all. It gets it with `admit`, and of the piece
+        around it the part that is free.
         """
         lease, piece = self._leases[session], self._policy.first_positions
         least = self.in_pages(positions) - lease.positions
         wanted = min(lease.later, self.in_pages(ceil(positions / piece) * piece) - lease.positions)
         assert 0 < least <= lease.later, "it has that, or has claimed less"
-        lease.growing = wanted if wanted <= self.free - self._standing.lacking else least
+        unasked = (self.free - self._standing.lacking) // self._page * self._page
+        lease.growing = max(least, min(wanted, unasked))
         lease.later -= lease.growing
         self._known = None
 

@@ -169,6 +169,13 @@ def test_a_client_that_opens_many_sessions_loses_them_to_one_that_grows_within_i
     assert server.used[honest] == 54, "whatever the others do"
 
 
+def test_a_session_grows_by_the_part_of_a_piece_that_is_free_and_not_by_single_positions() -> None:
+    server = full_of(0, 1, used=56)
+    server.ask(3, 2)
+    assert not server.step(0, 1)
+    assert (server.queue.held(name(0)), server.queue.free) == (61, 0)
+
+
 def test_newcomers_leave_space_for_sessions_that_grow() -> None:
     policy = AdmissionPolicy(first_positions=PIECE, growth_share=0.25)
     server = Server(AdmissionQueue(POSITIONS, policy))
