@@ -62,6 +62,8 @@ class Sequence:
     neighbour: PeerId
     receiver: PeerId
     sessions: list[_Session] = field(default_factory=list)
+    _copied: _Session | None = None
+    """The source of the latest FORK, if that was the latest frame."""
 
     def frames(self) -> Iterator[tuple[bool, Frame]]:
         rng, makers = self.rng, self._makers()
@@ -82,6 +84,9 @@ class Sequence:
             yield pushes, frame
             if rng.random() < 0.1:
                 yield pushes, replace(frame)
+            source, self._copied = self._copied, None
+            if source is not None and rng.random() < 0.3:
+                yield False, rng.choice((self._close, self._truncate))(source)
 
     def _makers(self) -> list[tuple[Callable[[_Session], Frame], int]]:
         return [
@@ -132,6 +137,7 @@ class Sequence:
 
     def _fork(self, session: _Session) -> Frame:
         source = self.rng.choice(self.sessions)
+        self._copied = source
         session.epoch += 1
         session.position = min(self.rng.choice((source.position, session.position)), session.max_length)
         shared = self.rng.choice((0, 0, 1, session.position))

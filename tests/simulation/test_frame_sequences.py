@@ -24,7 +24,7 @@ import trio
 
 from llmnode.core.budget import Resource
 from llmnode.core.ids import Epoch, PeerId
-from llmnode.core.policy import ServePolicy
+from llmnode.core.policy import AdmissionPolicy, ServePolicy
 from llmnode.core.span import Span
 from llmnode.errors import PeerUnreachable
 from llmnode.node.serve.next_hops import no_next_hop
@@ -68,7 +68,14 @@ ANSWERS = {
     FrameType.REFUSAL,
     FrameType.PROBED,
 }
-POLICY = ServePolicy(lease_s=0.5, malformed_burst=10**9, unasked_burst=10**9, sessions_per_link=3)
+POLICY = ServePolicy(
+    lease_s=0.5,
+    malformed_burst=10**9,
+    unasked_burst=10**9,
+    sessions_per_link=3,
+    admission=AdmissionPolicy(first_positions=4),
+)
+"""Sessions of more than four positions grow."""
 RECEIVER = PeerId("receiver")
 
 

@@ -158,9 +158,8 @@ async def test_a_session_that_cannot_grow_since_memory_has_run_out_goes_on_by_a_
     async with scarce() as swarm, AsyncExitStack() as stack:
         node = await swarm.start("0", ALL_BLOCKS)
         client = await stack.enter_async_context(swarm.client(PATIENT))
-        dialogue = Dialogue(
-            await stack.enter_async_context(client.router.open_session(HALF, Codec.RAW)), random.Random(1)
-        )
+        session = await stack.enter_async_context(client.router.open_session(HALF, Codec.RAW))
+        dialogue = Dialogue(session, random.Random(1))
         await dialogue.step(PIECE)
         node.worker.executor.fails = 1
         for _ in range(3):
