@@ -6,6 +6,7 @@ import secrets
 import statistics
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from math import ceil
 from typing import TYPE_CHECKING
 
 import trio
@@ -69,7 +70,7 @@ async def measure_compute(worker: Worker, model: ModelInfo) -> ComputeSpeed:
             times_us.append((await worker.do(step)).compute_us)
     decode = 1e6 / max(1.0, statistics.median(times_us[1:]))  # the first one warms caches up
     shared = prefill = 0.0
-    count = min(SESSIONS, worker.kv_tokens_free // QUICK_SHARED_STEPS)
+    count = _sessions_that_fit(worker, QUICK_SHARED_STEPS)
     if count > 1 and trio.current_time() < began_s + PATIENCE_S:
         shared = await _decode(worker, model, count, QUICK_SHARED_STEPS)
     prompt = min(QUICK_PROMPT, model.context_tokens, worker.kv_tokens_free)
@@ -87,7 +88,7 @@ async def measure_speed(
     """
     prompt = max(1, min(PROMPT, model.context_tokens, worker.kv_tokens_free))
     steps = min(STEPS, prompt)
-    sessions = max(1, min(SESSIONS, worker.kv_tokens_free // steps))
+    sessions = max(1, _sessions_that_fit(worker, steps))
     decode, shared, prefill = [], [], []
     for number in range(rounds + 1):
         report(number)
@@ -95,6 +96,12 @@ async def measure_speed(
         shared.append(await _decode(worker, model, sessions, steps))
         prefill.append(await _prefill(worker, model, prompt))
     return Speed(decode[1:], shared[1:], sessions, prefill[1:], prompt)
+
+
+def _sessions_that_fit(worker: Worker, length: int) -> int:
+    """Up to `SESSIONS` of this `length`, each of which takes whole pages of KV."""
+    pages = ceil(length / worker.kv_page)
+    return min(SESSIONS, worker.kv_tokens_free // (pages * worker.kv_page))
 
 
 async def _decode(worker: Worker, model: ModelInfo, count: int, steps: int) -> float:

@@ -8,8 +8,13 @@ from typing import TYPE_CHECKING
 import pytest
 import trio
 
-from llmnode.core.policy import LinkPolicy, PoolPolicy
+from llmnode.core.announcement import Announcement, Offer, PeerState
+from llmnode.core.ids import PeerId
+from llmnode.core.model import Precision, Profile
+from llmnode.core.policy import LinkPolicy, PoolPolicy, RoutePolicy
+from llmnode.core.span import Span
 from llmnode.errors import PeerUnreachable
+from llmnode.session.reaching import Reaching
 from llmnode.swarm.pool import open_pool
 from llmnode.testing import Conditions, open_internet
 from simulation.world import simulated
@@ -110,3 +115,21 @@ async def test_each_address_says_why_it_failed_and_several_that_say_the_same_say
         with pytest.raises(PeerUnreachable) as caught:
             await pool.connect(["/memory/one/p2p/peer-nobody", "/memory/two/p2p/peer-nobody"])
         assert caught.value.message == "not dialled: it could not be reached lately"
+
+
+def announced_at(address: str) -> Announcement:
+    offer = Offer("m", Profile(b"d" * 32, Precision()), 9, Span(0, 9), PeerState.ONLINE, 1, 9, 9)
+    return Announcement(PeerId(address.rpartition("/")[2]), (address,), 1, 2, "llmnode/1", offer)
+
+
+@pytest.mark.parametrize("measures", [True, False])
+@simulated
+async def test_addresses_that_drop_everything_are_counted_although_no_session_waits_for_them(measures: bool) -> None:
+    async with dialling() as (_, _, pool):
+        reaching, announced = Reaching(pool, RoutePolicy(unreached_of_all=0.0)), announced_at(HOLE)
+        if measures:
+            reaching.measure_some([], [announced])
+        else:
+            reaching.warm_some([announced])
+        await trio.sleep(2 * LinkPolicy().dial_timeout_s)
+        assert reaching.doubt_s(announced) > 0

@@ -13,6 +13,7 @@ from llmnode.core.span import Span
 from llmnode.errors import PeerError, PeerRefused, PeerTimeout
 from llmnode.node.serve import links
 from llmnode.node.serve.network_speed import keep_measuring, measure_network, next_hops, relays_of
+from llmnode.swarm.peer_connection import PeerConnection
 from llmnode.swarm.probing import measure_round_trip, measure_upload
 from llmnode.testing import Conditions, open_world, simulated
 from llmnode.testing.network import peer_named
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from llmnode.ports import Link
     from llmnode.testing import World
     from llmnode.testing.world import ServingNode
+    from llmnode.wire.messages import Description
 
 SPANS = [Span(0, 2), Span(2, 4), Span(4, 6)]
 DELAY_S, BYTES_PER_S = 0.02, 1e6
@@ -114,6 +116,44 @@ async def test_an_answer_without_all_bytes_is_no_measurement(monkeypatch: pytest
         monkeypatch.setattr(links, "_answer_probe", answer_early)
         found = await measure_network(nodes[0].swarm, next_hops(nodes[0].role.model, SPANS[0], nodes[0].swarm))
         assert found.upload_bytes_per_s == 0.0
+
+
+@simulated
+async def test_a_peer_that_is_late_with_its_description_makes_nobody_seem_more_than_twice_as_fast(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The round trip is subtracted from the time of a probe."""
+    describe = PeerConnection.describe
+
+    async def describe_late(connection: PeerConnection, timeout_s: float) -> Description:
+        await trio.sleep(1.0)
+        return await describe(connection, timeout_s)
+
+    async with open_world(conditions=NARROW) as world:
+        node, other, _ = await started(world)
+        monkeypatch.setattr(PeerConnection, "describe", describe_late)
+        rate = await measure_upload(await node.pool.connect(other.network.addresses), ProbePolicy())
+        assert BYTES_PER_S / 2 < rate <= 2 * BYTES_PER_S
+
+
+@simulated
+async def test_a_refused_probe_leaves_what_the_ones_before_have_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    answer = links._answer_probe
+
+    def answer_once(conduct: Conduct, link: Link, frame: Frame) -> Frame:
+        if taken:
+            raise PeerRefused("busy", "your address sends many probes")
+        taken.append(len(frame.payload))
+        return answer(conduct, link, frame)
+
+    async with open_world(conditions=NARROW) as world:
+        node, other, _ = await started(world)
+        monkeypatch.setattr(links, "_answer_probe", answer_once)
+        policy, connection = ProbePolicy(long_s=10.0), await node.pool.connect(other.network.addresses)
+        assert await measure_upload(connection, policy) == pytest.approx(BYTES_PER_S, rel=0.1)
+        with pytest.raises(PeerRefused):
+            await measure_upload(connection, policy)
 
 
 @simulated

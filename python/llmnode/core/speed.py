@@ -134,8 +134,8 @@ def seen(measured: ComputeSpeed, forwards: ForwardsSeen, blocks: int) -> Compute
 def usual_rate(by_group: Mapping[str, Iterable[float]]) -> float:
     """One rate out of those that peers of several address groups have shown; 0 without any.
 
-    A peer cannot make a rate seem higher than it is, but lower. So the best of each group counts, and of these the
-    median.
+    A peer can make a rate seem at most twice as high as it is, but much lower. So the best of each group counts, and of
+    these the median.
     """
     best = [max(rates) for rates in by_group.values() if rates]
     return median_low(best) if best else 0.0

@@ -80,7 +80,7 @@ class Reaching:
         others = sorted((each for each in usable if each.peer not in living and each.addresses), key=self.doubt_s)
         by_group = {_group(each): each for each in reversed(others)}
         for each in list(reversed(by_group.values()))[: self._policy.tries_beside]:
-            self._pool.warm(each.addresses)
+            self._pool.start_soon(partial(self._warm, each))
 
     def measure_some(self, first: Collection[PeerId], usable: Sequence[Announcement]) -> None:
         """Begin to measure the round trips to the peers `first`, and to a few others. Later routes know them."""
@@ -92,11 +92,16 @@ class Reaching:
                 self._measuring.add(each.peer)
                 self._pool.start_soon(partial(self._measure, each))
 
+    async def _warm(self, announcement: Announcement) -> None:
+        with suppress(PeerError):
+            await self._connect(announcement, self._policy.connect_timeout_s)
+
     async def _measure(self, announcement: Announcement) -> None:
         try:
-            with suppress(PeerError), trio.move_on_after(self._policy.measure_s):
+            with suppress(PeerError):
                 connection = await self._connect(announcement, self._policy.measure_s)
-                await measure_round_trip(connection.best, ProbePolicy())
+                with trio.move_on_after(self._policy.measure_s):
+                    await measure_round_trip(connection.best, ProbePolicy())
         finally:
             self._measuring.discard(announcement.peer)
 

@@ -24,10 +24,22 @@ from llmnode.testing.worker import ExactExecutor
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from llmnode.core.operations import Control
     from llmnode.ports import Worker
 
 MODEL = ModelInfo("exact", b"d" * 32, blocks=4, hidden_size=4, context_tokens=4096)
 SPAN = Span(0, 4)
+PAGE = 256
+
+
+class PagedExecutor(ExactExecutor):
+    """Reserves KV in whole pages, as a GPU does."""
+
+    def apply(self, operation: Control) -> bool:
+        if isinstance(operation, Open):
+            pages = -(-operation.max_length // PAGE)
+            operation = replace(operation, max_length=pages * PAGE)
+        return super().apply(operation)
 
 
 def worker_with(kv_tokens: int) -> ThreadWorker:
@@ -50,6 +62,21 @@ def test_it_measures_as_many_sessions_and_as_long_a_prompt_as_fit(
             assert len(rates) == 3
             assert all(rate > 0 for rate in rates)
         assert worker.kv_tokens_free == kv_tokens, "its sessions are closed"
+
+    trio.run(main)
+
+
+@pytest.mark.parametrize("pages", [1, 3])
+def test_sessions_take_whole_pages_of_kv(pages: int) -> None:
+    """A GPU with less free KV than pages for all sessions measures fewer of them, and starts all the same."""
+
+    async def main() -> None:
+        executor = PagedExecutor(SPAN, MODEL.row_bytes, pages * PAGE)
+        executor.kv_page = PAGE
+        worker = ThreadWorker(executor)
+        assert (await measure_speed(worker, MODEL, 1)).sessions == pages
+        assert (await measure_compute(worker, MODEL)).decode_tokens_per_s > 0
+        assert worker.kv_tokens_free == pages * PAGE, "its sessions are closed"
 
     trio.run(main)
 

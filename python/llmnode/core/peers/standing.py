@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 SLOW = 2.0
 """A time that nobody has measured counts as this number of times the usual one."""
+MOST_SUPPOSED_S = 0.1
+"""Sending a hidden state is never supposed to take longer. If few servers have measured it, one of them decides what
+the usual time is, and may be a stranger."""
 PEERS = 4096
 """A client remembers this many. Those that served it longest ago are forgotten first."""
 
@@ -101,8 +104,13 @@ class Standing:
         self, candidates: Sequence[Candidate], now_s: float, *, explores: bool = False
     ) -> Mapping[PeerId, HopCost]:
         """The cost of a token at each peer. `explores`: fast newcomers are to be believed more than usual."""
+        own_s = {each.peer: each.said_upload_s for each in candidates}
         default, policy, candidates = HopCost(), self._policy, unmeasured_as_slow(candidates)
-        costs = {each.peer: self._measured(each) for each in candidates if self.is_proven(each.peer, now_s)}
+        costs = {
+            each.peer: self._measured(replace(each, said_upload_s=own_s[each.peer]))
+            for each in candidates
+            if self.is_proven(each.peer, now_s)
+        }
         proven = set(costs)
         seen_s = [seen for each in candidates if each.peer in proven and (seen := self._seen_block_s(each)) is not None]
         if seen_s and not explores:
@@ -153,11 +161,12 @@ class Standing:
 def unmeasured_as_slow(candidates: Sequence[Candidate]) -> Sequence[Candidate]:
     """The same, and what one of them did not measure, or this client of it, takes `SLOW` times what it usually takes.
 
-    So nobody is preferred for want of a measurement, and one that says that it is very slow changes nothing for others.
+    So nobody is preferred for want of a measurement, and one that says that it is very slow changes nothing for others,
+    or little if it alone has measured: an upload is supposed to take at most `MOST_SUPPOSED_S`.
     """
     block_s = _slow(each.said_block_s for each in candidates) or HopCost().block_s
     round_trip_s = _slow(each.round_trip_s or 0.0 for each in candidates)
-    upload_s = _slow(each.said_upload_s for each in candidates)
+    upload_s = min(_slow(each.said_upload_s for each in candidates), MOST_SUPPOSED_S)
     return [
         replace(
             each,

@@ -17,14 +17,17 @@ def believed_ways(announcements: Iterable[Announcement], round_trips_s: Mapping[
 
     If both do, the longer one counts. `round_trips_s` are those that this client has measured to servers. By the
     triangle inequality, two servers are no nearer to each other than the difference of these. So a distant server
-    cannot say that it is next to one that is near to the client.
+    cannot say that it is next to one that is near to the client. A way counts only if the client has measured both of
+    its servers: others may be anywhere, and a stranger can announce any number of them.
     """
     ways: dict[tuple[PeerId, PeerId], float] = {}
     for each in announcements:
+        if (mine_s := round_trips_s.get(each.peer)) is None:
+            continue
         for other, round_trip_us in each.offer.speed.round_trips_us:
-            mine, theirs = round_trips_s.get(each.peer), round_trips_s.get(other)
-            least_s = 0.0 if mine is None or theirs is None else abs(mine - theirs)
-            way_s = max(round_trip_us / 1e6, least_s) / 2
+            if (theirs_s := round_trips_s.get(other)) is None:
+                continue
+            way_s = max(round_trip_us / 1e6, abs(mine_s - theirs_s)) / 2
             for pair in ((each.peer, other), (other, each.peer)):
                 ways[pair] = max(way_s, ways.get(pair, 0.0))
     return ways

@@ -86,7 +86,7 @@ class RoutePolicy:
     """The client measures the round trips to at most this number of servers beside those that it uses. All others are
     taken to be distant."""
     measure_s: float = 4.0
-    """The time for such a measurement, with the connection."""
+    """The time for such a measurement, and for the connection before it."""
     standbys: bool = True
     """The client keeps connections to peers that could take the place of a lost one."""
 

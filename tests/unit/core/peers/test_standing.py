@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmnode.core.ids import PeerId
-from llmnode.core.peers.standing import PEERS, SLOW, Candidate, Standing
+from llmnode.core.peers.standing import MOST_SUPPOSED_S, PEERS, SLOW, Candidate, Standing
 from llmnode.core.policy import StandingPolicy
 from llmnode.core.route import Hop, HopCost, find_route
 from llmnode.core.span import Span
@@ -130,6 +130,22 @@ def test_one_peer_that_says_that_it_is_very_slow_makes_nobody_else_dear() -> Non
     slow = Candidate(LIAR, 100.0, 0, 4.0, 100.0)
     costs = Standing(POLICY).costs([*measured, slow, Candidate(PeerId("old"), 0.0, 0)], 0.0)
     assert total_s(costs[PeerId("old")]) < 2.1 * total_s(costs[HONEST[0]])
+
+
+def test_a_stranger_with_a_tiny_upload_is_not_preferred_to_proven_peers_that_measured_none() -> None:
+    standing = Standing(POLICY)
+    serve(standing, HONEST[0], 0.005 + BLOCKS * HONEST_S)
+    offers = [Candidate(HONEST[0], HONEST_S, 0, 0.02), Candidate(LIAR, HONEST_S, 0, 0.02, 0.5)]
+    before = standing.costs(offers[:1], 0.0)[HONEST[0]]
+    assert standing.costs(offers, 0.0)[HONEST[0]] == before
+    assert first_choice(standing, offers) == HONEST[0]
+
+
+def test_a_stranger_with_a_tiny_upload_makes_servers_that_measured_none_little_dearer() -> None:
+    offers = [Candidate(HONEST[0], HONEST_S, 0, 0.02), Candidate(LIAR, HONEST_S, 0, 0.02, 0.5)]
+    costs = Standing(POLICY).costs(offers, 0.0)
+    assert costs[HONEST[0]].hop_s == pytest.approx(0.02 + MOST_SUPPOSED_S)
+    assert first_choice(Standing(POLICY), offers) == HONEST[0]
 
 
 def test_the_round_trip_to_a_peer_that_serves_us_counts_even_if_steps_are_pushed_to_it() -> None:
