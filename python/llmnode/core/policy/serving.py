@@ -116,6 +116,8 @@ class AdmissionPolicy:
     idle_s: float = 10.0
     """A session that was not used for this long may be moved for others, if its holder has more than its share. Its
     client replays it elsewhere. A user who reads an answer may take longer, and a client that generates does not."""
+    unused_s: float = 2.0
+    """The same for a session that has computed nothing yet: nothing is lost. Its first step may be on its way."""
     keeps_s: float = 20.0
     """A session that is used is not moved before it had its KV for this long: the replay costs a prefill."""
     look_every_s: float = 0.2

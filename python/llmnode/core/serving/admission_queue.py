@@ -43,7 +43,8 @@ class _Standing:
         self.free = positions - sum(each.positions for each in leases)
         self.lacking = sum(each.growing for each in self.growing)
         later = sum(each.later for each in self.inside)
-        self.kept = self.lacking + min(later, int(policy.growth_share * positions))
+        self._reserve = min(later, int(policy.growth_share * positions))
+        self.kept = self.lacking + self._reserve
         """The positions that newcomers leave for sessions that grow."""
         self.coming = positions - sum(each.positions for each in self.inside) - self.kept
         """The positions for newcomers that are free, and those of sessions that leave."""
@@ -56,7 +57,8 @@ class _Standing:
         return self.shares_with()
 
     def shares_with(self, *more: KvLease) -> KvShares:
-        return KvShares([*self._leases, *more], self._positions, self._policy)
+        # Nobody has a share in the reserve: else one group could have all but that, and be within its share.
+        return KvShares([*self._leases, *more], self._positions - self._reserve, self._policy)
 
 
 class AdmissionQueue:
@@ -165,6 +167,7 @@ class AdmissionQueue:
         """It begins to be used, or ends to be. An unknown one does nothing."""
         if (lease := self._leases.get(session)) is not None:
             lease.used_s = now_s if ends else inf
+            lease.has_computed |= ends
 
     def admit(self, now_s: float) -> Sequence[SessionId]:
         """Those that come in or grow now, in order."""
@@ -242,7 +245,7 @@ class AdmissionQueue:
         if not self._forecasts_of_group.take(lease.group, now_s) or not self._forecasts.take("all", now_s):
             return inf
         policy, inside, shares = self._policy, self._standing.inside, self._standing.shares_with(lease)
-        times = {now_s, *(each.used_s + policy.idle_s for each in inside)}
+        times = {now_s, *(each.idle_from_s(policy) for each in inside)}
         times |= {each.since_s + policy.keeps_s for each in inside}
         until_s, every_s = now_s + policy.longest_retry_s, policy.least_retry_s  # more exactly it need not be
         ahead = sorted({every_s * ceil((each - now_s) / every_s) for each in times if now_s <= each <= until_s})

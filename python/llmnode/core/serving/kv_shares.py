@@ -45,6 +45,7 @@ class KvLease:
     is_inside: bool = False
     used_s: float = inf
     """When it was used last; infinite while it is in use."""
+    has_computed: bool = False
     is_leaving: bool = False
     passed_over: int = 0
     later: int = 0
@@ -61,6 +62,10 @@ class KvLease:
     def needed(self) -> int:
         """The positions that it needs now, and has not."""
         return self.growing if self.is_inside else self.claim.positions - self.later
+
+    def idle_from_s(self, policy: AdmissionPolicy) -> float:
+        """When it is idle, if it is not used till then."""
+        return self.used_s + (policy.idle_s if self.has_computed else policy.unused_s)
 
     @property
     def group(self) -> str:
@@ -203,8 +208,8 @@ class KvShares:
         return is_idle, held.of_group[each.group], of_peer, -each.used_s
 
     def is_idle(self, each: KvLease, now_s: float) -> bool:
-        """Whether it was not used for `AdmissionPolicy.idle_s`."""
-        return now_s >= each.used_s + self._policy.idle_s
+        """Whether it was not used for `AdmissionPolicy.idle_s`, or at all for `unused_s`."""
+        return now_s >= each.idle_from_s(self._policy)
 
     def _is_within(self, held: int, wanted: int, share: float) -> bool:
         return held + wanted <= share or (not held and wanted <= self._policy.first_positions)

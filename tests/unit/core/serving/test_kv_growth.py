@@ -188,6 +188,20 @@ def test_newcomers_leave_space_for_sessions_that_grow() -> None:
     assert alone.used, "nobody is there who could grow"
 
 
+def test_a_group_that_has_all_but_the_space_for_growth_is_above_its_share() -> None:
+    """Its sessions have computed nothing, so they go soon."""
+    policy = AdmissionPolicy(first_positions=PIECE, most_waiting=99, most_waiting_per_client=99, growth_share=0.1)
+    queue = AdmissionQueue(POSITIONS, policy)
+    for number in range(40):
+        queue.add(name(number), claim(POSITIONS, 0), 0.0)
+    assert len(queue.admit(0.0)) == 13
+    queue.add(name(50), claim(POSITIONS, 1), 1.0)
+    assert not queue.admit(1.0) and not queue.choose_moves(1.0)
+    assert len(moved := queue.choose_moves(policy.unused_s)) == 1
+    queue.remove(moved[0], policy.unused_s)
+    assert queue.admit(policy.unused_s) == [name(50)]
+
+
 def test_a_server_takes_as_many_sessions_as_use_its_kv_and_not_as_could() -> None:
     queue = AdmissionQueue(16_384, AdmissionPolicy(most_waiting=999, most_waiting_per_client=999))
     for number in range(100):
