@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from llmnode.core.policy import ClientPolicy, RoutePolicy
+from llmnode.core.policy import AdmissionPolicy, ClientPolicy, RoutePolicy, ServePolicy
 from llmnode.testing import Conditions, open_world
 from llmnode.wire.payload import Codec
 from simulation.world import DELAY_S, KV_TOKENS
@@ -23,7 +23,9 @@ IMPATIENT = replace(PATIENT, route=RoutePolicy(kv_patience_s=0))
 
 
 def world(seed: int = 0) -> AbstractAsyncContextManager[World]:
-    return open_world(seed, conditions=Conditions(delay_s=DELAY_S))
+    """Sessions that only hold KV count as those that have computed."""
+    admission = AdmissionPolicy(unused_s=AdmissionPolicy().idle_s)
+    return open_world(seed, conditions=Conditions(delay_s=DELAY_S), serve_policy=ServePolicy(admission=admission))
 
 
 async def fill(stack: AsyncExitStack, client: SimulatedClient, sessions: int = 5) -> list[InferenceSession]:

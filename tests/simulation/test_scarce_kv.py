@@ -109,7 +109,7 @@ async def test_a_session_that_does_not_fit_is_opened_as_soon_as_another_ends() -
 @simulated
 async def test_who_has_waited_in_vain_is_told_when_to_come_again_and_comes_no_sooner() -> None:
     """No ban either: with free KV it is served by the same peer. Here nobody has to go for others."""
-    kept = replace(GENEROUS, admission=AdmissionPolicy(idle_s=math.inf, keeps_s=math.inf))
+    kept = replace(GENEROUS, admission=AdmissionPolicy(idle_s=math.inf, unused_s=math.inf, keeps_s=math.inf))
     async with open_world(conditions=Conditions(delay_s=DELAY_S), serve_policy=kept) as swarm:
         node = await swarm.start("0", ALL_BLOCKS)
         asked_s: list[float] = []

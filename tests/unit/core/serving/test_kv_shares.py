@@ -25,7 +25,7 @@ def lease(
 ) -> KvLease:
     """Either has `positions`, or waits for the `wanted` ones."""
     claim = KvClaim(PeerId(peer), group, Priority.INTERACTIVE, positions or wanted)
-    return KvLease(SessionId(b""), claim, since_s, bool(positions), used_s)
+    return KvLease(SessionId(b""), claim, since_s, bool(positions), used_s, has_computed=True)
 
 
 HELD = st.builds(
