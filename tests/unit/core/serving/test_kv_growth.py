@@ -197,8 +197,8 @@ def test_a_group_that_has_all_but_the_space_for_growth_is_above_its_share() -> N
     assert len(queue.admit(0.0)) == 13
     queue.add(name(50), claim(POSITIONS, 1), 1.0)
     assert not queue.admit(1.0) and not queue.choose_moves(1.0)
-    assert len(moved := queue.choose_moves(policy.unused_s)) == 1
-    queue.remove(moved[0], policy.unused_s)
+    (moved,) = queue.choose_moves(policy.unused_s)
+    queue.remove(moved, policy.unused_s)
     assert queue.admit(policy.unused_s) == [name(50)]
 
 
