@@ -8,6 +8,7 @@ beside the first, or drops the first, and lives on under the same identity. Torc
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -107,6 +108,8 @@ class Role:
         self._has_left = trio.Event()
         self._one_change = trio.Lock()
         self._confirm: Callable[[], Awaitable[bool]] = _at_once
+        self._one_load = trio.Lock()
+        """A second worker is loaded, or one that is of no use is dropped."""
         self._life_of_worker = self._load_of_second = trio.CancelScope()
         self._wait_for_sessions = self._life_of_former = trio.CancelScope()
         self._report_sessions: Callable[[int], None] = lambda _sessions: None
@@ -330,20 +333,22 @@ class Role:
         """A second worker for `span`, to serve with once that is confirmed."""
         scope.deadline = trio.current_time() + self._policy.load_beside_s
         with scope:
-            try:
-                worker = await self._source.load_beside(span)
-                if worker is None:
-                    self._report(NoSpace(), scope)
-                else:
-                    await self._move_to(worker, scope)
-            except AdaptersTooLarge:
-                self._report(NoSpace(), scope)  # the first worker has them too, until it ends
-            except (AdapterError, ConfigError, ModelError) as error:
-                self._error = error
-                self._report(GaveUp(), scope)
-            except WorkerLost as error:  # both are, and `_load` hears of it
-                self._error = error
-        if scope.cancelled_caught and isinstance(self.state, Moving):
+            async with self._one_load:
+                await trio.lowlevel.checkpoint_if_cancelled()
+                try:
+                    worker = await self._source.load_beside(span)
+                    if worker is None:
+                        self._report(NoSpace(), scope)
+                    else:
+                        await self._move_to(worker, scope)
+                except AdaptersTooLarge:
+                    self._report(NoSpace(), scope)  # the first worker has them too, until it ends
+                except (AdapterError, ConfigError, ModelError) as error:
+                    self._error = error
+                    self._report(GaveUp(), scope)
+                except WorkerLost as error:  # both are, and `_load` hears of it
+                    self._error = error
+        if scope.cancel_called and scope is self._load_of_second and isinstance(self.state, Moving):
             self._error = ConfigError(f"blocks {span} were not loaded within {self._policy.load_beside_s:g} s")
             self._happen(GaveUp())
 
@@ -355,6 +360,7 @@ class Role:
             await self._server.prepare(worker)
             is_wanted = await self._confirm()
             await trio.lowlevel.checkpoint_if_cancelled()
+            scope.deadline = math.inf  # it is decided
         finally:
             if not is_wanted or scope.cancel_called:
                 self._server.drop_prepared()

@@ -14,7 +14,7 @@ import trio
 from llmnode.core.ids import SESSION_ID_BYTES, SessionId
 from llmnode.core.operations import Close, Forward, Open
 from llmnode.core.speed import ComputeSpeed
-from llmnode.errors import ConfigError
+from llmnode.errors import ConfigError, ModelError, WorkerLost
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -48,7 +48,10 @@ class Speed:
 
 
 async def first_step(worker: Worker, model: ModelInfo) -> None:
-    """One decode, if there is KV for it: it takes the memory that later ones take. Raises WorkerLost."""
+    """One decode, if there is KV for it: it takes the memory that later ones take.
+
+    Raises WorkerLost, or ModelError if the blocks cannot compute.
+    """
     async with _sessions(worker, 1, 1) as sessions:
         for session in sessions:
             await worker.do(Forward(session, 0, 1, bytes(model.row_bytes)))
@@ -58,7 +61,9 @@ async def measure_compute(worker: Worker, model: ModelInfo) -> ComputeSpeed:
     """The rates of a worker as it will serve: its blocks in their precision, its threads, and all else that runs here.
 
     It takes a few seconds. On a slow device there is no time for some rates: they count as no faster than one decode
-    after the other. Without KV for it, all rates are 0. Raises WorkerLost.
+    after the other. Without KV for it, all rates are 0.
+
+    Raises WorkerLost, or ModelError if the blocks cannot compute, mostly for want of memory.
     """
     began_s = trio.current_time()
     async with _sessions(worker, 1, QUICK_STEPS + 1) as sessions:
@@ -84,7 +89,7 @@ async def measure_speed(
 ) -> Speed:
     """Measure in turn, `rounds` times, after one round that warms caches up. `report` is told the number of each.
 
-    Raises ConfigError if there is no KV for it.
+    Raises ConfigError if there is no KV for it, and as `measure_compute`.
     """
     prompt = max(1, min(PROMPT, model.context_tokens, worker.kv_tokens_free))
     steps = min(STEPS, prompt)
@@ -114,9 +119,15 @@ async def _decode(worker: Worker, model: ModelInfo, count: int, steps: int) -> f
     async with _sessions(worker, count, steps) as sessions:
         _require(len(sessions) == count, count * steps)
         started_s = trio.current_time()
-        async with trio.open_nursery() as nursery:
-            for session in sessions:
-                nursery.start_soon(decode, session)
+        failed: list[Exception] = []
+        try:
+            async with trio.open_nursery() as nursery:
+                for session in sessions:
+                    nursery.start_soon(decode, session)
+        except* (WorkerLost, RuntimeError, MemoryError) as group:  # all sessions of a batch may fail alike
+            failed.extend(group.exceptions)
+        if failed:
+            raise failed[0]
         return len(sessions) * steps / (trio.current_time() - started_s)
 
 
@@ -138,6 +149,8 @@ async def _sessions(worker: Worker, count: int, length: int) -> AsyncIterator[li
             if await worker.do(Open(session, worker.span, length)):
                 opened.append(session)
         yield opened
+    except (RuntimeError, MemoryError) as error:  # torch's own
+        raise ModelError(f"blocks {worker.span} cannot compute: {error}") from error
     finally:
         with trio.CancelScope(shield=True):
             for session in opened:

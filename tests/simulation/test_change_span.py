@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,7 +12,7 @@ import trio
 
 from llmnode.core.adapters import AnnouncedAdapter
 from llmnode.core.announcement import PeerState
-from llmnode.core.policy import BudgetPolicy, LinkPolicy
+from llmnode.core.policy import BudgetPolicy, LifePolicy, LinkPolicy
 from llmnode.core.route import Hop
 from llmnode.core.serving.adapter_shelf import ENTRY_BYTES
 from llmnode.core.span import Span
@@ -342,3 +343,50 @@ async def test_a_node_may_be_stopped_while_it_loads_beside_what_it_serves() -> N
                 await trio.sleep(0.5)
                 await swarm.drain(node.name, 0.0)
             assert node.state is PeerState.LEFT
+
+
+@pytest.mark.parametrize("load_s", [20.0, 0.0], ids=["loading", "loaded"])
+@simulated
+async def test_a_move_that_is_wanted_while_the_one_before_is_still_given_up_is_made(load_s: float) -> None:
+    async with served_by_two() as (_, dialogue, node):
+        node.source.load_s, node.source.drop_s = load_s, 3.0
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(partial(node.role.change_span, SPANS[0], confirm=trio.sleep_forever))
+            await trio.sleep(1)
+            node.role.stay()
+            assert await node.role.change_span(SPANS[2])
+        assert (node.state, node.worker.span) == (PeerState.ONLINE, SPANS[2])
+        await dialogue.step(1)
+        assert not dialogue.session.recoveries
+
+
+@simulated
+async def test_a_move_that_is_given_up_while_it_waits_for_the_one_before_loads_nothing() -> None:
+    async with served_by_two() as (_, dialogue, node), trio.open_nursery() as nursery:
+        node.source.drop_s = 3.0
+        for span in (SPANS[0], SPANS[2]):
+            nursery.start_soon(partial(node.role.change_span, span, confirm=trio.sleep_forever))
+            await trio.sleep(1)
+            node.role.stay()
+            await trio.sleep(0.5)
+        await trio.sleep(5)
+        assert (node.state, node.worker.span) == (PeerState.ONLINE, SPANS[1])
+        await dialogue.step(1)
+
+
+@simulated
+async def test_blocks_that_are_not_loaded_in_time_are_given_up_and_what_is_decided_just_in_time_is_done() -> None:
+    async def no() -> bool:
+        await trio.sleep(LifePolicy().load_beside_s - 1)
+        return False
+
+    async with open_world() as swarm:
+        node = await swarm.start("0", SPANS[0])
+        node.source.holds_two, node.source.drop_s, node.source.gate = True, 5.0, trio.Event()
+        with pytest.raises(ConfigError, match="were not loaded within 3600 s"):
+            await node.role.change_span(SPANS[1])
+        assert (node.state, node.role.span) == (PeerState.ONLINE, SPANS[0])
+        node.source.gate.set()
+        with trio.fail_after(LifePolicy().load_beside_s + 10):
+            assert not await node.role.change_span(SPANS[1], confirm=no)
+            assert await node.role.change_span(SPANS[1])

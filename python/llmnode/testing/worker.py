@@ -112,8 +112,9 @@ class ExactWorker(BatchingWorker):
 class ExactSource:
     """The `WorkerSource` port over `ExactWorker`s, which are lost as they are told.
 
-    A load takes `load_s`, and waits for `gate` if that is set. The spans of `too_large` do not fit, and two workers
-    only if it `holds_two`.
+    A load takes `load_s`, and waits for `gate` if that is set. To give up a load beside another worker, and
+    to drop one of two workers, takes `drop_s`. The spans of `too_large` do not fit, and two workers only if it
+    `holds_two`.
     """
 
     tensor_bytes = 0
@@ -122,7 +123,7 @@ class ExactSource:
     def __init__(self, model: ModelInfo, kv_tokens: int, forward_s: float) -> None:
         self.worker: ExactWorker | None = None
         """The latest, even if it is lost."""
-        self.load_s = 0.0
+        self.load_s = self.drop_s = 0.0
         self.gate: trio.Event | None = None
         self.too_large: set[Span] = set()
         self._model = model
@@ -145,7 +146,12 @@ class ExactSource:
         (beside,) = self._workers
         if not self.holds_two:
             return None
-        worker = await self._loaded(span)
+        try:
+            worker = await self._loaded(span)
+        except trio.Cancelled:
+            with trio.CancelScope(shield=True):
+                await trio.sleep(self.drop_s)
+            raise
         if beside.lost.is_set():
             raise WorkerLost("as told")
         return self._has(worker)
@@ -178,6 +184,7 @@ class ExactSource:
 
     async def drop_one(self, worker: Worker) -> None:
         assert isinstance(worker, ExactWorker)
+        await trio.sleep(self.drop_s)
         worker.lose()
         self._workers = [each for each in self._workers if each is not worker]
         self.worker = next(iter(self._workers), self.worker)

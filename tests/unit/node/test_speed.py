@@ -15,16 +15,25 @@ from llmnode.core.model import ModelInfo, Precision
 from llmnode.core.operations import Close, Forward, Open
 from llmnode.core.span import Span
 from llmnode.core.speed import ComputeSpeed, ForwardsSeen
-from llmnode.errors import ConfigError
-from llmnode.node.serve.speed import PROMPT, SESSIONS, STEPS, first_step, measure_compute, measure_speed
+from llmnode.errors import ConfigError, ModelError, WorkerLost
+from llmnode.node.serve.speed import (
+    PROMPT,
+    QUICK_SHARED_STEPS,
+    SESSIONS,
+    STEPS,
+    first_step,
+    measure_compute,
+    measure_speed,
+)
 from llmnode.node.serve.speed_cache import KEEPS_MS, MOST, SpeedCache
 from llmnode.swarm.membership import wall_clock_ms
 from llmnode.testing.worker import ExactExecutor
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
-    from llmnode.core.operations import Control
+    from llmnode.core.operations import Buffer, Control, Slice
     from llmnode.ports import Worker
 
 MODEL = ModelInfo("exact", b"d" * 32, blocks=4, hidden_size=4, context_tokens=4096)
@@ -93,6 +102,45 @@ def test_without_kv_it_says_so_and_a_server_announces_no_speed() -> None:
         speed = await measure_compute(worker, MODEL)
         assert 0 < speed.decode_tokens_per_s <= min(speed.shared_tokens_per_s, speed.prefill_tokens_per_s)
         assert worker.kv_tokens_free == 64, "its sessions are closed"
+
+    trio.run(main)
+
+
+class FailingExecutor(ExactExecutor):
+    """Its forwards fail while sessions hold this many positions."""
+
+    def __init__(self, positions: int, error: Exception) -> None:
+        super().__init__(SPAN, MODEL.row_bytes, 1000)
+        self._positions = positions
+        self._error = error
+
+    def forward(self, slices: Sequence[Slice]) -> Sequence[Buffer]:
+        if self.reserved >= self._positions:
+            raise self._error
+        return super().forward(slices)
+
+
+@pytest.mark.parametrize("sessions", [1, SESSIONS])
+@pytest.mark.parametrize("error", [RuntimeError("as told"), MemoryError("as told")], ids=repr)
+def test_blocks_that_cannot_compute_are_told_so_in_one_error(sessions: int, error: Exception) -> None:
+    async def main() -> None:
+        worker = ThreadWorker(FailingExecutor(1 if sessions == 1 else sessions * QUICK_SHARED_STEPS, error))
+        with pytest.raises(ModelError, match=r"blocks \[0, 4\) cannot compute: as told"):
+            await measure_compute(worker, MODEL)
+        assert worker.kv_tokens_free == 1000, "its sessions are closed"
+        if sessions == 1:
+            with pytest.raises(ModelError, match="cannot compute: as told"):
+                await first_step(worker, MODEL)
+
+    trio.run(main)
+
+
+def test_a_worker_that_is_lost_under_several_sessions_is_lost_in_one_error() -> None:
+    async def main() -> None:
+        with pytest.raises(WorkerLost, match="as told"):
+            await measure_compute(
+                ThreadWorker(FailingExecutor(SESSIONS * QUICK_SHARED_STEPS, WorkerLost("as told"))), MODEL
+            )
 
     trio.run(main)
 
