@@ -236,7 +236,7 @@ class WorkerSource(Protocol):
 
     @property
     def tensor_bytes(self) -> int:
-        """The size in memory of the weights that were loaded last."""
+        """The size in memory of the weights that were loaded last, of the workers that there are."""
 
     async def open_model(self) -> ModelInfo:
         """Call it first. Raises ConfigError or ModelError; WorkerLost if a worker ended at every start."""

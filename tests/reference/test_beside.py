@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
+from llmnode.compute import load_executor
 from llmnode.compute.executor import SpanExecutor
 from llmnode.compute.loading import SpanLoader, Wanted
 from llmnode.core.ids import PeerId
@@ -133,3 +135,36 @@ def test_both_must_fit_into_what_a_server_alone_may_take_with_all_kv_in_use(
     for short in (0, 2):
         monkeypatch.setattr("llmnode.models.size.free_bytes", lambda _device, short=short: free + PEERS_BYTES - short)
         assert (loader.load_beside(SPAN, held, KV_TOKENS) is None) == bool(short)
+
+
+def test_kv_that_was_asked_for_as_memory_is_not_exceeded_by_more_blocks(tmp_path: Path) -> None:
+    loader = opened(tmp_path, "llama", kv_memory="1MiB")
+    held = executor(loader.load(HELD))
+    kv_tokens = held.kv_tokens_free()
+    assert loader.load_beside(Span(0, 4), held, kv_tokens) is None
+    assert executor(loader.load_beside(SPAN, held, kv_tokens)).kv_tokens_free() == kv_tokens
+
+
+def test_the_process_after_a_lost_one_has_the_kv_that_was_announced_and_keeps_to_its_memory_too(tmp_path: Path) -> None:
+    loader = opened(tmp_path, "llama", kv_memory="1MiB", is_announced=True)
+    held = executor(loader.load(HELD))
+    assert held.kv_tokens_free() == KV_TOKENS
+    assert loader.load_beside(Span(0, 4), held, KV_TOKENS) is None
+
+
+def test_garbage_of_sessions_is_collected_while_blocks_are_loaded_beside_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = opened(tmp_path, "llama")
+    held = executor(loader.load(HELD))
+    load, seen = load_executor.load_executor, list[bool]()
+
+    def watched(*asked: Any) -> SpanExecutor:  # Any: its own
+        seen.append(gc.isenabled())
+        return load(*asked)
+
+    monkeypatch.setattr(load_executor, "load_executor", watched)
+    frozen = gc.get_freeze_count()
+    assert loader.load_beside(SPAN, held, KV_TOKENS) is not None
+    assert seen == [True]
+    assert gc.get_freeze_count() <= frozen, "garbage is not kept for ever"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import sys
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,9 +34,11 @@ SHORT = "short"
 """Be short of memory, in every process after a first that has loaded; `SHORT:FILE`, until there is FILE."""
 TOO_LARGE = "too large"
 """`TOO_LARGE:FILE`: crash while loading, if there is no FILE yet; else do not fit."""
-ALONE, SHORT_BESIDE, ENDLESS, FAILS = "alone", "short beside", "endless", "fails"
+ALONE, SHORT_BESIDE, ENDLESS, FAILS, STUCK_BESIDE = "alone", "short beside", "endless", "fails", "stuck beside"
 """Beside another executor: have no memory for it, run out of it, load for ever and say so again and again, raise what
-torch raises."""
+torch raises, wait for ever."""
+LASTING, SWITCHES = "lasting", "switches"
+"""An executor beside another does not end when it is dropped; say how long a thread keeps Python's lock."""
 LONG_S = 0.5
 TOKENS_BESIDE_PID = 100_000
 """KV tokens of a process that takes a share of the memory: these and its process id, which a test can tell apart."""
@@ -54,6 +58,11 @@ class TroubledExecutor(ExactExecutor):
         if STUMBLE in told:
             raise KeyError("as told")
         return super().forward(slices)
+
+
+class LastingExecutor(TroubledExecutor):
+    def __del__(self) -> None:
+        signal.pause()
 
 
 class TroubledLoader:
@@ -88,7 +97,9 @@ class TroubledLoader:
             raise ConfigError("blocks do not fit, as told")
         if self._is_short():
             raise ConfigError("blocks do not fit, as told")
-        kv_tokens = self._wanted.kv_tokens if self._wanted.kv_memory is None else TOKENS_BESIDE_PID + os.getpid()
+        kv_tokens = self._wanted.kv_tokens
+        if self._wanted.kv_memory is not None and not self._wanted.is_announced:
+            kv_tokens = TOKENS_BESIDE_PID + os.getpid()
         executor: Any = TroubledExecutor(span, EXACT_ROW, kv_tokens)
         return Loaded(executor, tensor_bytes=12)
 
@@ -103,8 +114,11 @@ class TroubledLoader:
             raise MemoryError("as told")
         if self._wanted.model == FAILS:
             raise RuntimeError("as told")
-        self._report("loading beside")
-        executor: Any = TroubledExecutor(span, EXACT_ROW, kv_tokens)
+        if self._wanted.model == STUCK_BESIDE:
+            threading.Event().wait()
+        self._report(f"{sys.getswitchinterval():g}" if self._wanted.model == SWITCHES else "loading beside")
+        made = LastingExecutor if self._wanted.model == LASTING else TroubledExecutor
+        executor: Any = made(span, EXACT_ROW, kv_tokens)
         return Loaded(executor, tensor_bytes=24)
 
     def _is_short(self) -> bool:

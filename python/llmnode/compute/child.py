@@ -54,6 +54,8 @@ if TYPE_CHECKING:
     MakeLoader = Callable[[Wanted, Callable[[str], None]], Loader]
 
 RECEIVE_BYTES = 1 << 16
+SWITCH_S = 0.0005
+"""The thread that loads must not keep a batch waiting for longer than this, and it is for Python's lock often."""
 
 log = logging.getLogger(__name__)
 
@@ -118,6 +120,7 @@ class _Child:
 
     def run(self) -> None:
         self._send(HELLO)
+        sys.setswitchinterval(SWITCH_S)
         threading.Thread(target=self._load_beside, daemon=True).start()
         for word, *arguments in _messages(self._node):
             if word == WORK:
@@ -127,20 +130,22 @@ class _Child:
 
     def _load_beside(self) -> None:
         """The life of the thread that loads while another executor works."""
-        for _word, number, beside, start, end, kv_tokens in _messages(self._loads):
+        for _word, number, *asked in _messages(self._loads):
             self._loading.number = number
             try:
-                held = self._executors[beside]
-                assert self._loader is not None, "the model is opened first"
-                loaded = self._loader.load_beside(Span(start, end), held, kv_tokens)
-                del held
-                answer = [ANSWER, number, None if loaded is None else self._hold(number, loaded)]
-                del loaded
+                answer = [ANSWER, number, self._loaded(number, *asked)]
             except Exception as error:  # noqa: BLE001  it is raised in the node
                 if not isinstance(error, _Unwanted):
                     _log_if_unforeseen(error)
                 answer = [FAILED, number, *pack_error(error)]
             self._loads.sendall(pack_message(*answer))
+            if number in self._unwanted:
+                free_dropped()
+
+    def _loaded(self, number: int, beside: int, start: int, end: int, kv_tokens: int) -> Message | None:
+        assert self._loader is not None, "the model is opened first"
+        loaded = self._loader.load_beside(Span(start, end), self._executors[beside], kv_tokens)
+        return None if loaded is None else self._hold(number, loaded)
 
     def _hold(self, number: int, loaded: Loaded) -> Message:
         with self._one_change:

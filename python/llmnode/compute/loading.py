@@ -31,7 +31,8 @@ class Wanted:
 
     A `dtype`, `quant` or `kv_dtype` that is "auto" becomes the one that suits the device when the model is opened.
 
-    If it `is_announced`, `kv_tokens` are those of a worker that was lost: see `SpanLoader.load`.
+    If it `is_announced`, `kv_tokens` are those of a worker that was lost, whatever `kv_memory` is: see
+    `SpanLoader.load`.
     """
 
     model: str | None = None
@@ -109,7 +110,10 @@ class SpanLoader:
                 ) from error
 
     def load_beside(self, span: Span, held: Executor, kv_tokens: int) -> Loaded | None:
-        """See `ModelSize.fits_beside`. On a GPU there is never memory for both: its graphs are recorded while nothing
+        """See `ModelSize.fits_beside`. KV for `kv_tokens` in more blocks than `held` has takes more than `kv_memory`:
+        there is none then. Garbage is collected meanwhile, since sessions make some.
+
+        On a GPU there is never memory for both: its graphs are recorded while nothing
         else is allocated. Nor is there for blocks of transformers in 16 bits, which sets the dtype of the whole process
         while it makes them.
         """
@@ -122,12 +126,13 @@ class SpanLoader:
         if wanted.device != "cpu" or (wanted.dtype != "float32" and blueprint_of(self._opened) is None):
             return None
         assert isinstance(held, SpanExecutor)
-        with collection_paused():
-            (place,) = find_places(wanted.device)
-            if not self._size().fits_beside(place.free_bytes, span, held.span, kv_tokens):
-                return None
-            with sharing_blocks(held.model):
-                return self._load(span, kv_tokens)
+        if wanted.kv_memory is not None and len(span) > len(held.span):
+            return None
+        (place,) = find_places(wanted.device)
+        if not self._size().fits_beside(place.free_bytes, span, held.span, kv_tokens):
+            return None
+        with sharing_blocks(held.model):
+            return self._load(span, kv_tokens)
 
     def _load(self, span: Span, kv_tokens: int) -> Loaded:
         import torch
@@ -171,7 +176,7 @@ class SpanLoader:
 
     def _kv_tokens(self, size: ModelSize, blocks: int, places: Sequence[Place]) -> int:
         wanted = self._wanted
-        if wanted.kv_memory is None:
+        if wanted.kv_memory is None or wanted.is_announced:
             return wanted.kv_tokens or USUAL_KV_TOKENS
         from llmnode.models.size import KV
 

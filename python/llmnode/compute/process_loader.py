@@ -121,16 +121,16 @@ class ProcessLoader:
                     await process.drop(number)
 
     def _has(self, process: WorkerProcess, span: Span, loaded: tuple[int, int, int]) -> BatchingWorker:
-        self.tensor_bytes, kv_tokens_free, kv_page = loaded
         assert self._model is not None
-        held = HeldSpan(process, self._number, span, kv_tokens_free, kv_page, self._model.row_bytes)
+        held = HeldSpan(process, self._number, span, loaded, self._model.row_bytes)
+        self.tensor_bytes = held.tensor_bytes
         worker = BatchingWorker(held, held.run, time.perf_counter)
         self._workers[worker] = held
         return worker
 
     def _note_announced(self, worker: BatchingWorker) -> None:
         """This worker is the only one: the next process is to have KV for the same number of positions."""
-        self._asked = replace(self._wanted, kv_tokens=worker.kv_tokens, kv_memory=None, is_announced=True)
+        self._asked = replace(self._wanted, kv_tokens=worker.kv_tokens, is_announced=True)
 
     async def drop_one(self, worker: Worker) -> None:
         """The process goes on with the other worker."""
@@ -139,7 +139,8 @@ class ProcessLoader:
             return  # it was lost
         held.is_dropped = True
         await self._process.drop(held.number)
-        for left in self._workers:
+        for left, held in self._workers.items():
+            self.tensor_bytes = held.tensor_bytes
             self._note_announced(left)
 
     def serves(self) -> None:

@@ -46,7 +46,7 @@ class ThreadLoader:
         self._one_load = trio.CapacityLimiter(1)
         """Also while nobody waits for it any more."""
         self._thread = ComputeThread()
-        self._workers: dict[ThreadWorker, Executor] = {}
+        self._workers: dict[ThreadWorker, Loaded] = {}
 
     async def open_model(self) -> ModelInfo:
         model = await trio.to_thread.run_sync(self._loader.open_model, abandon_on_cancel=True, limiter=self._one_load)
@@ -66,7 +66,7 @@ class ThreadLoader:
     async def load_beside(self, span: Span) -> ThreadWorker | None:
         ((worker, held),) = self._workers.items()
         try:
-            loaded = await self._loaded(partial(self._loader.load_beside, span, held, worker.kv_tokens))
+            loaded = await self._loaded(partial(self._loader.load_beside, span, held.executor, worker.kv_tokens))
         except MemoryError:
             return None
         except RuntimeError as error:  # torch's own: the blocks that are served are not to end for it
@@ -79,7 +79,7 @@ class ThreadLoader:
     def _has(self, loaded: Loaded) -> ThreadWorker:
         self.tensor_bytes = loaded.tensor_bytes
         worker = ThreadWorker(loaded.executor, thread=self._thread)
-        self._workers[worker] = loaded.executor
+        self._workers[worker] = loaded
         return worker
 
     def serves(self) -> None:
@@ -92,6 +92,8 @@ class ThreadLoader:
         """A forward that runs is waited for."""
         assert isinstance(worker, ThreadWorker)
         self._workers.pop(worker, None)
+        for left in self._workers.values():
+            self.tensor_bytes = left.tensor_bytes
         await worker.drop()
         await trio.to_thread.run_sync(free_dropped)
 

@@ -91,11 +91,25 @@ class WorkerProcess:
         `report` gets each line of the process, and a line from time to time while it works.
         """
         await self._send(self._talk, pack_message(word, *arguments))
+        return await self._answer(self._talk, report)
+
+    async def load_beside(self, number: int, *arguments: Any, report: Callable[[str], None]) -> Any:
+        """Ask for a load, of that `number`, while work goes on. `arguments` are those of LOAD_BESIDE.
+
+        Raises and reports as `ask`; work is progress too. If it is cancelled, `drop` the number.
+        """
+        await self._send(self._loads, pack_message(LOAD_BESIDE, number, *arguments))
+        return await self._answer(self._loads, report, number)
+
+    async def _answer(self, talk: Conversation, report: Callable[[str], None], number: int | None = None) -> Any:
+        """The answer to `ask`, or to the load of that `number`."""
         began_s = trio.current_time()
         progress = Progress(self._effort(), began_s)
         while True:
             with trio.move_on_after(self._policy.look_s):
-                word, *rest = await self._receive(self._talk)
+                word, *rest = await self._receive(talk)
+                if number is not None and rest.pop(0) != number:
+                    continue  # of a load that nobody waits for any more
                 if word == ANSWER:
                     return rest[0]
                 if word == FAILED:
@@ -114,29 +128,18 @@ class WorkerProcess:
                 f"{effort.memory_bytes >> 20} MiB"
             )
 
-    async def load_beside(self, number: int, *arguments: Any, report: Callable[[str], None]) -> Any:
-        """Ask for a load, of that `number`, while work goes on. Raises as `ask`. `arguments` are those of LOAD_BESIDE.
-
-        If it is cancelled, `drop` the number.
-        """
-        await self._send(self._loads, pack_message(LOAD_BESIDE, number, *arguments))
-        while True:
-            word, of, *rest = await self._receive(self._loads)
-            if of != number:
-                continue  # of a load that nobody waits for any more
-            if word == ANSWER:
-                return rest[0]
-            if word == FAILED:
-                raise unpack_error(rest)
-            assert word == SAID
-            report(*rest)
-
     async def drop(self, number: int) -> None:
-        """Drop an executor, between two batches, or have a load given up. Does nothing once the process is lost."""
+        """Drop an executor, between two batches, or have a load given up. Does nothing once the process is lost.
+
+        A process that does not answer in time has crashed, as in a batch.
+        """
         await self._turn.acquire()
         try:
-            await self._send(self._talk, pack_message(DROP, number))
-            await self._receive(self._talk)
+            with trio.move_on_after(self._policy.answer_s):
+                await self._send(self._talk, pack_message(DROP, number))
+                await self._receive(self._talk)
+                return
+            self.kill(self._is_late)
         except WorkerLost:
             return
         finally:
@@ -159,19 +162,22 @@ class WorkerProcess:
         return await self._run(held, work)
 
     def _run(self, held: HeldSpan, work: Work) -> Awaitable[tuple[Done, float, float]]:
-        asked_bytes = input_bytes(work)
-        given_bytes = output_bytes(work, held.row_bytes)
-        if self.has_ended:
-            return self._finish(held, work, memoryview(b""), given_bytes)
         try:
+            asked_bytes = input_bytes(work)
+            given_bytes = output_bytes(work, held.row_bytes)
+            if self.has_ended:
+                return self._finish(held, work, memoryview(b""), given_bytes)
             self._requests.grow(asked_bytes)
             self._results.grow(given_bytes)
             put = put_work(work, self._requests.view(asked_bytes))
             message = pack_message(WORK, held.number, *put, asked_bytes, given_bytes)
+            return self._finish(held, work, self._talk.send_some(message), given_bytes)
         except (OSError, MemoryError) as error:
             self._turn.release()
             return _failed(work, MemoryError(f"no memory to hand work over in: {error}"))
-        return self._finish(held, work, self._talk.send_some(message), given_bytes)
+        except BaseException:
+            self._turn.release()
+            raise
 
     async def _finish(
         self, held: HeldSpan, work: Work, unsent: memoryview, given_bytes: int
@@ -185,7 +191,7 @@ class WorkerProcess:
                 done = take_done(given, self._results.view(given_bytes))
                 ended_s = time.perf_counter()
                 return done, ended_s - took_s, ended_s
-            self.kill(f"has not answered in {self._policy.answer_s:g} s")
+            self.kill(self._is_late)
             lost = await self._lost()
         except WorkerLost as error:
             lost = error
@@ -197,6 +203,10 @@ class WorkerProcess:
         """How it has ended, once it has."""
         await self._process.wait()
         return await self._lost()
+
+    @property
+    def _is_late(self) -> str:
+        return f"has not answered in {self._policy.answer_s:g} s"
 
     def kill(self, why: str) -> None:
         if not self.has_ended:
@@ -251,11 +261,11 @@ class HeldSpan:
     """The `Held` port of one executor in the process."""
 
     def __init__(
-        self, process: WorkerProcess, number: int, span: Span, kv_tokens_free: int, kv_page: int, row_bytes: int
+        self, process: WorkerProcess, number: int, span: Span, loaded: tuple[int, int, int], row_bytes: int
     ) -> None:
-        """`row_bytes` is the size of a position's hidden state."""
+        """`loaded` is what the process says of it, and `row_bytes` the size of a position's hidden state."""
         self.number, self.span, self.row_bytes = number, span, row_bytes
-        self.free, self.kv_page = kv_tokens_free, kv_page
+        self.tensor_bytes, self.free, self.kv_page = loaded
         self.is_dropped = False
         self._process = process
 

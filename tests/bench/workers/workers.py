@@ -119,8 +119,8 @@ async def _open_echoes() -> AsyncIterator[dict[str, BatchingWorker]]:
     try:
         await process.say_hello()
         await process.ask(OPEN_MODEL, asdict(Wanted()), report=print)
-        _, kv_tokens_free, kv_page = await process.ask(LOAD, 1, 0, ECHO.blocks, report=print)
-        held = HeldSpan(process, 1, Span(0, ECHO.blocks), kv_tokens_free, kv_page, ECHO.row_bytes)
+        loaded = await process.ask(LOAD, 1, 0, ECHO.blocks, report=print)
+        held = HeldSpan(process, 1, Span(0, ECHO.blocks), loaded, ECHO.row_bytes)
         own = BatchingWorker(held, held.run, time.perf_counter, whole)
         yield {THREAD: ThreadWorker(EchoExecutor(), whole), PROCESS: own}
     finally:

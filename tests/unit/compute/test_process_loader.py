@@ -9,9 +9,12 @@ import psutil
 import pytest
 import trio
 
+from llmnode.compute.child import SWITCH_S
 from llmnode.compute.loading import Wanted
 from llmnode.compute.process_loader import ProcessLoader
 from llmnode.compute.worker_process import can_start
+from llmnode.core.ids import PeerId, SessionId
+from llmnode.core.operations import Open
 from llmnode.core.policy import WorkerPolicy
 from llmnode.core.span import Span
 from llmnode.errors import ConfigError, ModelError, WorkerLost
@@ -21,11 +24,14 @@ from unit.exact_child import (
     ALONE,
     ENDLESS,
     FAILS,
+    LASTING,
     LONG,
     LONG_S,
     SHORT,
     SHORT_BESIDE,
     STUCK,
+    STUCK_BESIDE,
+    SWITCHES,
     TOKENS_BESIDE_PID,
     TOO_LARGE,
     UNKNOWN,
@@ -61,6 +67,8 @@ def test_what_is_loaded_beside_shares_the_process_and_has_kv_for_as_many_positio
             assert second is not None
             assert (second.span, second.kv_tokens, loader.pid) == (Span(0, 2), first.kv_tokens, pid)
             assert loader.tensor_bytes == 24
+            await loader.drop_one(second)
+            assert loader.tensor_bytes == 12, "the first one serves on"
         assert told == Told(["opening", "loading", "loading beside"])
 
     trio.run(main)
@@ -102,6 +110,45 @@ def test_a_load_beside_that_nobody_waits_for_any_more_is_given_up_and_another_on
                     await told.until("loading beside", 10 * number)
                     nursery.cancel_scope.cancel()
             assert worker.kv_tokens_free == 10 * LENGTH
+
+    trio.run(main)
+
+
+def test_a_load_beside_that_does_not_get_on_ends_the_process() -> None:
+    async def main() -> None:
+        async with open_loader(model=STUCK_BESIDE, look_s=0.05, stuck_s=0.2) as loader:
+            await loader.open_model()
+            worker = await loader.load(SPAN)
+            with pytest.raises(WorkerLost, match=r"nor computed anything in 0\.2 s while it loaded"):
+                await loader.load_beside(Span(0, 2))
+            assert worker.kv_tokens_free == 0
+
+    trio.run(main)
+
+
+def test_an_executor_that_does_not_end_when_it_is_dropped_ends_the_process_and_holds_up_nobody() -> None:
+    async def main() -> None:
+        async with open_loader(model=LASTING, answer_s=0.5) as loader:
+            await loader.open_model()
+            first = await loader.load(SPAN)
+            second = await loader.load_beside(Span(0, 2))
+            assert second is not None
+            await loader.drop_one(second)
+            with pytest.raises(WorkerLost, match=r"not answered in 0\.5 s"):
+                await first.do(Open(SessionId(bytes(16)), SPAN, 1, PeerId("client")))
+
+    trio.run(main)
+
+
+def test_a_thread_that_loads_gives_way_to_batches_often() -> None:
+    async def main() -> None:
+        told = Told()
+        async with open_loader(told, SWITCHES) as loader:
+            await loader.open_model()
+            await loader.load(SPAN)
+            assert await loader.load_beside(Span(0, 2)) is not None
+        assert told.lines[-1] == f"{SWITCH_S:g}"
+        assert SWITCH_S < 0.001
 
     trio.run(main)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -171,7 +172,7 @@ class ExactLoader:
         return Loaded(executor, tensor_bytes=12)
 
     def load_beside(self, span: Span, _held: Executor, _kv_tokens: int) -> Loaded:
-        return self.load(span)
+        return replace(self.load(span), tensor_bytes=24)
 
 
 def test_of_a_worker_that_is_dropped_nothing_is_left_though_sessions_hold_it_and_another_serves_other_blocks() -> None:
@@ -203,14 +204,19 @@ def test_of_two_workers_one_is_dropped_with_its_memory_and_the_other_goes_on() -
         loader = ExactLoader()
         source = ThreadLoader(loader)
         first = await source.load(SPAN)
+        unwanted = await source.load_beside(SPAN)
+        assert unwanted is not None
+        assert source.tensor_bytes == 24
+        await source.drop_one(unwanted)
+        assert source.tensor_bytes == 12, "the first one serves on"
         second = await source.load_beside(Span(2, 4))
         assert second is not None
         assert await second.do(Open(name(0), Span(2, 4), 10, PeerId("client")))
         await source.drop_one(first)
-        assert [made() is None for made in loader.made] == [True, False]
+        assert [made() is None for made in loader.made] == [True, True, False]
         assert (await second.do(piece(0, 0))).hidden == exact_output(bytes(ROW), Span(2, 4))
         await source.drop()
-        assert loader.made[1]() is None
+        assert loader.made[2]() is None
 
     trio.run(main)
 

@@ -145,6 +145,28 @@ def test_where_there_is_no_memory_to_hand_work_over_in_that_fails_and_what_comes
     trio.run(main)
 
 
+def test_an_error_that_nobody_foresaw_while_work_is_handed_over_holds_up_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def stumble(_memory: shared.SharedMemory, _size: int) -> None:
+        raise KeyError("as told")
+
+    async def main() -> None:
+        async with open_loader() as loader:
+            await loader.open_model()
+            first, second = await loader.load(SPAN), await loader.load_beside(SPAN)
+            assert second is not None
+            await open_sessions(first, 0)
+            await open_sessions(second, 1)
+            with monkeypatch.context() as patched:
+                patched.setattr(shared.SharedMemory, "grow", stumble)
+                with pytest.raises(KeyError, match="as told"):
+                    await first.do(piece(0, 0, 1, 9))
+            assert (await second.do(piece(1, 0, 1, 9))).hidden == exact_output(bytes([9] * EXACT_ROW), SPAN)
+
+    trio.run(main)
+
+
 def test_a_forward_that_is_cancelled_while_it_runs_leaves_no_answer_for_the_next() -> None:
     async def main() -> None:
         async with open_worker() as (_, worker):
