@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 import torch
 
 from llmnode.core.operations import Adopt, Forget
 from llmnode.errors import LocalProtocolError
-from llmnode.models.lora import Lora, pack_part, targets_of, values_of
+from llmnode.models.lora import Lora, pack_part, read_part, targets_of, values_of
+from llmnode.models.native import _array
 from reference.lora import FURTHEST, adopt, digest, error
 from reference.small import BLOCKS, FUSED, KV_TOKENS, Cut, cut, make_model, open_saved, session
 from reference.test_native_blocks import counted, outputs, schedule
@@ -91,6 +93,15 @@ def test_a_decode_does_not_depend_on_the_adapters_of_its_mates_by_a_bit(tmp_path
         for name, output in found.items():
             assert torch.equal(alone.forward({name: chunks[name]})[name], output)
         assert torch.equal(plain.forward({session(3): chunks[session(3)]})[session(3)], found[session(3)])
+
+
+def test_a_part_that_was_sent_is_read_by_blocks_in_rust_where_it_is(tmp_path: Path) -> None:
+    make_model("llama", tied=False).save_pretrained(tmp_path)
+    (executor,) = cut(open_saved(tmp_path), (0, BLOCKS)).executors
+    part = read_part(pack_part(parts_of(executor, "one")[1]), targets_of(executor.model.blocks[1]), torch.device("cpu"))
+    for lora in part.values():
+        for matrix in (lora.a, lora.b.t()):
+            assert np.shares_memory(_array(matrix), matrix.numpy()), "the adapter is in memory once"
 
 
 def test_a_part_that_comes_later_counts_and_a_forgotten_adapter_does_not(tmp_path: Path) -> None:
