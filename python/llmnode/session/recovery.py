@@ -98,7 +98,7 @@ class Recoverer:
                 if hurry:  # every peer has been asked
                     failures.check_agreement()
                     log.warning("%s; trying again for %.0f s", missing, failures.deadline_s - trio.current_time())
-                    if failures.wants_kv:
+                    if failures.wants_kv and failures.waits_for_kv:  # a short wait is cheaper than a replay
                         await hops.let_go()
                         await self._rows.let_go()
                     pause_s = failures.pause_s(policy.route, finder.rng)
@@ -106,6 +106,8 @@ class Recoverer:
                         await finder.wait_changed()
                     failures.ask_all_again()  # they may be back, or have free KV, by now
                     if before is not None and before.failure is not None:
+                        if isinstance(before.failure, LetGo):
+                            lost.failure = LetGo(lost.hop)  # its own failure is noted: the search goes on
                         return
                 hurry = not hurry
             except PeerError as failure:
@@ -122,7 +124,8 @@ class Recoverer:
                 self._note(lost, others, trio.current_time() - began_s)
                 return
         hops.check_open()
-        raise (None if failures.waits_for_kv else missing) or NoRoute([lost.hop.span], hint=str(failures.causes[-1]))
+        why = failures.causes[-1] if failures.causes else lost.failure
+        raise (None if failures.waits_for_kv else missing) or NoRoute([lost.hop.span], hint=str(why))
 
     def _note(self, lost: SessionHop, hops: Sequence[SessionHop], stall_s: float) -> None:
         others = tuple(each.hop.peer for each in hops)

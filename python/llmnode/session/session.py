@@ -30,7 +30,7 @@ from llmnode.errors import (
 )
 from llmnode.session import handover
 from llmnode.session.chunk_run import run_chunk, run_chunks
-from llmnode.session.failures import StepFailures
+from llmnode.session.failures import LetGo, StepFailures
 from llmnode.session.hops import SessionHops
 from llmnode.session.recovery import Recoverer
 from llmnode.session.rows import Rows
@@ -163,10 +163,16 @@ class InferenceSession:
         It costs them a round trip, at whose end each goes its own way. Raises as `step` does, for any of them.
         """
         self._hops.check_open()
-        with single_error():
-            async with trio.open_nursery() as nursery:
-                for target in targets:
-                    nursery.start_soon(target._become_copy, self)
+        if (lost := self._state.lost) is not None and isinstance(lost.failure, LetGo):  # no server has it
+            await self._persist(trio.lowlevel.checkpoint, position_before=self.position)
+        self._hops.is_busy = True  # a copy that waits for KV has others free theirs
+        try:
+            with single_error():
+                async with trio.open_nursery() as nursery:
+                    for target in targets:
+                        nursery.start_soon(target._become_copy, self)
+        finally:
+            self._hops.is_busy = False
 
     async def verify(self) -> None:
         """Check all signatures that have not been checked. A hop with a bad one is replaced with the next step.
