@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import random
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
 import trio
+import trio.testing
 
+from llmnode.core.policy import RecoveryPolicy
 from llmnode.core.texts.beams import sessions_of_rows
 from llmnode.errors import NoRoute, PeerError
-from llmnode.testing import Cast, Dialogue, FaultPlan, Odds, check_kv_is_free, seeds, simulate
+from llmnode.testing import Cast, Dialogue, FaultPlan, Odds, check_kv_is_free, seeds, simulate, simulated
 from simulation.beams import opened, step_all
 from simulation.chaos import KINDS, LONGEST_OUTAGE_S
 from simulation.scarce import PATIENT
-from simulation.test_growing_kv import LONG_S, PLACES, WAITING, scarce
-from simulation.world import KV_TOKENS
+from simulation.test_growing_kv import LONG_S, PIECE, PLACES, WAITING, scarce
+from simulation.world import ALL_BLOCKS, KV_TOKENS, ROW
 
 if TYPE_CHECKING:
     from llmnode.testing.world import SimulatedClient
@@ -79,3 +82,72 @@ async def search(seed: int, place: str, has_faults: bool) -> None:
         if not has_faults:
             assert not any(client.router.finder.banned for client in clients)
         await check_kv_is_free(swarm)
+
+
+@simulated
+async def test_a_search_for_kv_through_a_route_of_two_has_one_deadline() -> None:
+    """The second server stays full. The first is let go, and computes the text again, in each turn of the search."""
+    patience_s = 60.0
+    policy = replace(PATIENT, recovery=RecoveryPolicy(kv_patience_s=patience_s))
+    async with scarce() as swarm, AsyncExitStack() as stack:
+        first, second = [await swarm.start(f"{number}", span) for number, span in enumerate(PLACES["a route of two"])]
+        await trio.sleep(1)
+        client = await stack.enter_async_context(swarm.client(policy))
+        (dialogue,) = await stack.enter_async_context(opened(client.router, 1))
+        await dialogue.step(PIECE)
+        second.worker.executor.occupy(second.worker.kv_tokens_free)
+        computed, began_s = first.server.tally.positions, trio.current_time()
+        with pytest.raises(NoRoute):
+            await dialogue.session.step(bytes(ROW))
+        assert trio.current_time() - began_s == pytest.approx(patience_s, rel=0.2)
+        assert first.server.tally.positions > computed + 1, "it has computed the text again"
+        second.worker.executor.occupy(0)
+        await dialogue.step(1)
+        await dialogue.session.close()
+        await check_kv_is_free(swarm)
+
+
+@simulated
+async def test_a_session_that_was_let_go_comes_back_before_it_is_copied() -> None:
+    async with scarce() as swarm, AsyncExitStack() as stack:
+        node = await swarm.start("0", ALL_BLOCKS)
+        client = await stack.enter_async_context(swarm.client(PATIENT))
+        source, copy = await stack.enter_async_context(opened(client.router, 2, beside=True))
+        await source.step(20)
+        await source.session._hops.let_go()
+        await source.fork(copy)
+        assert node.worker.executor.forks == [(0, 20)]
+        await step_all([source, copy])
+        assert (len(source.session.recoveries), len(copy.session.recoveries)) == (1, 0)
+
+
+@simulated
+async def test_a_source_keeps_its_kv_until_it_is_copied() -> None:
+    """Meanwhile another row waits for KV, and has those that are not in use free theirs."""
+    async with scarce() as swarm, AsyncExitStack() as stack:
+        await swarm.start("0", ALL_BLOCKS)
+        client = await stack.enter_async_context(swarm.client(PATIENT))
+        source, copy, other = await stack.enter_async_context(opened(client.router, 3, beside=True))
+        await step_all([source, other], 20)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(source.fork, copy)
+            await trio.testing.wait_all_tasks_blocked()
+            await source.session.rows.let_go()
+        await step_all([source, copy, other])
+        assert [len(each.session.recoveries) for each in (source, copy, other)] == [0, 0, 1]
+        await source.session.rows.let_go()
+        await step_all([source, copy])
+        assert [len(each.session.recoveries) for each in (source, copy)] == [1, 1], "it is in use no more"
+
+
+@simulated
+async def test_a_session_that_was_let_go_and_may_lose_no_hop_finds_no_route() -> None:
+    policy = replace(PATIENT, recovery=RecoveryPolicy(replacements=0))
+    async with scarce() as swarm, AsyncExitStack() as stack:
+        await swarm.start("0", ALL_BLOCKS)
+        client = await stack.enter_async_context(swarm.client(policy))
+        (dialogue,) = await stack.enter_async_context(opened(client.router, 1))
+        await dialogue.step(PIECE)
+        await dialogue.session.rows.let_go()
+        with pytest.raises(NoRoute, match="its KV was freed"):
+            await dialogue.session.step(bytes(ROW))
