@@ -52,10 +52,13 @@ class ForwardCost:
             added_s = max(took_s - through * self.decode_s, took_s / (100 if decodes else 2))
             self._position_s = mixed(self._position_s, added_s / prefill)
 
-    def note_decodes(self, decodes: int, blocks: int, took_s: float) -> None:
-        """That forward had `decodes` alone, and the longest way of one was through this number of `blocks`."""
+    def note_decodes(self, in_blocks: int, blocks: int, took_s: float) -> None:
+        """That forward had decodes alone. It ran this number of `blocks`: one that decodes ran apart counts each time.
+
+        `in_blocks` is the sum of the decodes in each of them.
+        """
         self._forwards += 1
-        self._in_block.note(decodes, took_s / blocks)
+        self._in_block.note(in_blocks / blocks, took_s / blocks)
 
     def blocks(self, positions: int, of: int, budget: int) -> int:
         """The number of blocks, out of `of`, that there is time for. `budget` is in positions times blocks.

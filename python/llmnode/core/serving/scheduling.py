@@ -228,17 +228,20 @@ class Scheduler:
         """
         decodes = prefill = 0
         through = 0.0  # the largest share of its session's blocks that a prefill has gone through
-        most_blocks = 0  # that a decode has gone through
+        decode_ways: set[Span] = set()  # of decodes: those of one way have gone through it together
+        in_blocks = 0  # decodes, each counted for every block that it has gone through
         for ticket, computed in batch.slices.items():
             queued = self._forwards[ticket]
-            blocks = len(computed.blocks(queued.span))
+            way = computed.blocks(queued.span)
+            blocks = len(way)
             if computed.end is None:
                 queued.given, queued.chunk, queued.passed = queued.given + computed.length, 0, 0
             else:
                 queued.chunk, queued.passed = computed.length, computed.end
             if queued.lane.is_decode:
                 decodes += computed.length
-                most_blocks = max(most_blocks, blocks)
+                decode_ways.add(way)
+                in_blocks += computed.length * blocks
                 self._sessions[computed.session].rhythm.answered_s = now_s
             else:
                 prefill += computed.length * blocks
@@ -251,7 +254,7 @@ class Scheduler:
             if took_s is not None:
                 self._cost.note(decodes, prefill, through, took_s)
                 if decodes and not prefill:
-                    self._cost.note_decodes(decodes, most_blocks, took_s)
+                    self._cost.note_decodes(in_blocks, sum(map(len, decode_ways)), took_s)
 
     def _add_forward(self, ticket: int, forward: Forward, now_s: float) -> None:
         session = self._sessions[forward.session]

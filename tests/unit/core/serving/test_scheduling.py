@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llmnode.core.ids import SessionId
+from llmnode.core.operations import Forward, Open
 from llmnode.core.priority import Priority
-from llmnode.core.serving.scheduling import Batch
+from llmnode.core.serving.scheduling import Batch, Scheduler
 from llmnode.core.span import Span
 from unit.scheduled import POLICY, POSITION_S, PREFILL, Shop, shop_of
 
@@ -76,6 +79,19 @@ def test_whatever_decodes_are_ready_are_in_the_next_batch_as_far_as_it_goes(piec
     assert in_batch == min(decodes, POLICY.decodes)
     prefills = [ticket for ticket in batch.slices if shop.lengths[ticket] > POLICY.decode_positions]
     assert bool(prefills) == any(length > POLICY.decode_positions for _, length in pieces), "they are not held up"
+
+
+@pytest.mark.parametrize("spans", [[Span(0, 8)], [Span(0, 4), Span(4, 8)], [Span(0, 2), Span(2, 5), Span(5, 8)]])
+def test_decodes_through_different_blocks_are_timed_for_all_of_these_blocks(spans: list[Span]) -> None:
+    scheduler = Scheduler(POLICY)
+    for number, span in enumerate(spans):
+        session = SessionId(bytes([number]) * 16)
+        scheduler.admit(Open(session, span, 8))
+        scheduler.add(Forward(session, 0, 1, b""), 0.0)
+    batch = scheduler.take(0.0)
+    assert len(batch.slices) == len(spans)
+    scheduler.done(batch, 0.8, 1.0)
+    assert scheduler.seen.decode_s == pytest.approx(0.1), "each of eight blocks has run once, with one decode"
 
 
 def test_who_has_waited_long_has_its_turn_until_positions_are_computed() -> None:
