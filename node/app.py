@@ -158,8 +158,16 @@ async def open_node(
             adapters = await own_adapters(config.adapters, model, report)
             span = await choose_blocks(config.blocks, model, source, swarm)
             server = Server(network, model, ServePolicy(), swarm, pushes, adapters)
-            measure = measure_for(config)
-            role = Role(source, model, span, server, swarm, report_worker=report_worker, measure=measure)
+            role = Role(
+                source,
+                model,
+                span,
+                server,
+                swarm,
+                report_worker=report_worker,
+                measure=measure_for(config),
+                measure_beside=measure_for(config, keeps=False),
+            )
             node = RunningNode(network, model, swarm, server, role, source, way_in.key is not None)
             async with trio.open_nursery() as nursery:
                 report(f"reading blocks {span} of {model.name}")
@@ -311,10 +319,10 @@ async def open_source(
         await source.end()
 
 
-def measure_for(config: NodeConfig) -> Measure:
-    """Measures a worker of this node, unless the speed is known from a former run."""
+def measure_for(config: NodeConfig, *, keeps: bool = True) -> Measure:
+    """Measures a worker of this node, unless the speed is known from a former run. `keeps`: the next run knows it."""
     is_real = config.make_loader is SpanLoader
-    return SpeedCache(config.speed_settings).measured_once() if is_real else measure_compute
+    return SpeedCache(config.speed_settings).measured_once(keeps=keeps) if is_real else measure_compute
 
 
 def check(config: NodeConfig) -> None:

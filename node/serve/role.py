@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import trio
@@ -48,10 +47,10 @@ from llmnode.core.serving.node_life import (
     moves_to,
     transition,
 )
-from llmnode.core.speed import ComputeSpeed, NetworkSpeed, announced_speed, seen
+from llmnode.core.speed import ComputeSpeed, NetworkSpeed, announced_speed
 from llmnode.errors import AdapterError, ConfigError, ModelError, WorkerLost
 from llmnode.node.serve.adapter_store import AdaptersTooLarge
-from llmnode.node.serve.speed import measure_compute
+from llmnode.node.serve.speed import WorkerSpeed, measure_compute
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -60,6 +59,7 @@ if TYPE_CHECKING:
     from llmnode.core.serving.node_life import Action, Event, State
     from llmnode.core.span import Span
     from llmnode.node.serve.server import Server
+    from llmnode.node.serve.speed_cache import Measure
     from llmnode.ports import Worker, WorkerSource
     from llmnode.swarm.membership import Swarm
 
@@ -78,9 +78,12 @@ class Role:
         swarm: Swarm,
         *,
         report_worker: Callable[[str, bool], None] = lambda _line, _serves: None,
-        measure: Callable[[Worker, ModelInfo], Awaitable[ComputeSpeed]] = measure_compute,
+        measure: Measure = measure_compute,
+        measure_beside: Measure | None = None,
     ) -> None:
-        """`report_worker` is told in a line when a worker serves that is not the first."""
+        """`report_worker` is told in a line when a worker serves that is not the first. `measure_beside` is `measure`
+        for a worker beside one that has sessions.
+        """
         self.state: State = Joining(span)
         self._source = source
         self.model = model
@@ -88,16 +91,15 @@ class Role:
         self._swarm = swarm
         self._report_worker = report_worker
         self._measure = measure
+        self._measure_beside = measure_beside or measure
         self._policy = LifePolicy()
         self._worker: Worker | None = None
         self._former: Worker | None = None
         """The worker before, of another span."""
         self._served: Span | None = None
         """The span of the worker before."""
-        self._measured = ComputeSpeed()
-        """The speed of the worker, before it had sessions."""
-        self._decodes_before = 0
-        """The forwards of decodes that the worker had done by then."""
+        self._speed: WorkerSpeed | None = None
+        """That of the latest worker."""
         self.learns = True
         """The times of sessions replace the first measurement. False for a simulated liar."""
         self.network = NetworkSpeed()
@@ -123,11 +125,9 @@ class Role:
     @property
     def compute(self) -> ComputeSpeed:
         """The speed of the worker with its span: as sessions have seen it lately, else as it was measured."""
-        if self._worker is None or not self.learns:
-            return self._measured
-        forwards = self._worker.seen
-        since = replace(forwards, decodes=forwards.decodes - self._decodes_before)
-        return seen(self._measured, since, len(self._worker.span))
+        if self._speed is None:
+            return ComputeSpeed()
+        return self._speed.now if self.learns else self._speed.measured
 
     def offer(self) -> Offer:
         """The offer that the node announces."""
@@ -311,7 +311,7 @@ class Role:
             await self._give_up(error, scope)
             return
         self._source.serves()
-        self._worker, self._measured, self._decodes_before = worker, measured, worker.seen.decodes
+        self._worker, self._speed = worker, WorkerSpeed(worker, measured)
         self._report(Ready(span), scope)
         if self._served is not None and isinstance(self.state, Online):
             self._report_worker(f"the worker serves blocks {span}{' again' * (span == self._served)}", True)
@@ -356,7 +356,7 @@ class Role:
         """Serve with the second worker, if that is confirmed."""
         is_wanted = False
         try:
-            measured = await self._measure(worker, self.model)
+            measured = await self._measure_beside(worker, self.model)
             await self._server.prepare(worker)
             is_wanted = await self._confirm()
             await trio.lowlevel.checkpoint_if_cancelled()
@@ -369,8 +369,7 @@ class Role:
         if not is_wanted:
             self._report(SpanUnwanted(), scope)
             return
-        self._former, self._worker = self._worker, worker
-        self._measured, self._decodes_before = measured, worker.seen.decodes
+        self._former, self._worker, self._speed = self._worker, worker, WorkerSpeed(worker, measured)
         self._report(Ready(worker.span), scope)
         self._served = worker.span
         self._report_worker(f"the worker serves blocks {worker.span}", True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import statistics
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ import trio
 
 from llmnode.core.ids import SESSION_ID_BYTES, SessionId
 from llmnode.core.operations import Close, Forward, Open
-from llmnode.core.speed import ComputeSpeed
+from llmnode.core.speed import ComputeSpeed, seen
 from llmnode.errors import ConfigError, ModelError, WorkerLost
 
 if TYPE_CHECKING:
@@ -45,6 +45,22 @@ class Speed:
     prefill: Sequence[float]
     """A prompt of `prompt` tokens."""
     prompt: int
+
+
+class WorkerSpeed:
+    """The speed of a worker: as it was `measured` before it had sessions, and as they have seen it since."""
+
+    def __init__(self, worker: Worker, measured: ComputeSpeed) -> None:
+        self.measured = measured
+        self._worker = worker
+        self._decodes_before = worker.seen.decodes
+
+    @property
+    def now(self) -> ComputeSpeed:
+        """It is what sessions have seen lately, and what was measured while they were few."""
+        forwards = self._worker.seen
+        since = replace(forwards, decodes=forwards.decodes - self._decodes_before)
+        return seen(self.measured, since, len(self._worker.span))
 
 
 async def first_step(worker: Worker, model: ModelInfo) -> None:

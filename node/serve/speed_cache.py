@@ -1,7 +1,8 @@
 """The measured speeds of this machine, on disk: a server that starts again need not measure itself anew.
 
 A speed is kept for one hardware, one version of llmnode, and one span of a model as it is computed. While
-the server runs, the times of sessions replace it (`core/speed.py`).
+the server runs, the times of sessions replace it (`core/speed.py`). A machine may be busy while it is measured. So it
+is measured again after a day, and the faster result is kept. A result that other sessions have slowed is not kept.
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ log = logging.getLogger(__name__)
 Measure: TypeAlias = Callable[[Worker, ModelInfo], Awaitable[ComputeSpeed]]
 
 FILE = "speeds.json"
-VERSION = 1
+VERSION = 2
 MOST = 256
 """Speeds that are kept; those that were measured longest ago go first."""
 MOST_BYTES = 1 << 20
-KEEPS_MS = 30 * 86_400_000
+AGAIN_MS = 86_400_000
+KEEPS_MS = 30 * AGAIN_MS
 FASTEST = 1e12
 """No rate in the file is higher."""
 
@@ -47,8 +49,8 @@ class SpeedCache:
     settings: str = ""
     path: Path | None = None
 
-    def measured_once(self, measure: Measure = measure_compute) -> Measure:
-        """`measure`, unless the speed is known: then the worker does one step."""
+    def measured_once(self, measure: Measure = measure_compute, *, keeps: bool = True) -> Measure:
+        """`measure`, unless the speed is known: then the worker does one step. If it `keeps`, a result is kept."""
 
         async def measure_or_read(worker: Worker, model: ModelInfo) -> ComputeSpeed:
             key = self._key(model, worker)
@@ -56,8 +58,8 @@ class SpeedCache:
                 await first_step(worker, model)
                 return known
             speed = await measure(worker, model)
-            if speed.decode_tokens_per_s:
-                await trio.to_thread.run_sync(self.write, key, speed)
+            if keeps and speed.decode_tokens_per_s:
+                speed = await trio.to_thread.run_sync(self.keep, key, speed)
             return speed
 
         return measure_or_read
@@ -70,17 +72,27 @@ class SpeedCache:
         return "; ".join((software(), model.digest.hex(), model.precision.name, span, self.settings))
 
     def read(self, key: str) -> ComputeSpeed | None:
-        """None if it is not known, or if it is old. A file that is damaged or not ours alone counts as none."""
+        """None if it is not known, or has to be measured again. A file that is damaged or not ours counts as none."""
         entry = self._entries().get(key)
-        if entry is None or not 0 <= wall_clock_ms() - entry["measured_ms"] < KEEPS_MS:
+        if entry is None or _age_ms(entry["tried_ms"]) >= AGAIN_MS or _age_ms(entry["measured_ms"]) >= KEEPS_MS:
             return None
         return ComputeSpeed(**entry["speed"])
 
-    def write(self, key: str, speed: ComputeSpeed) -> None:
-        """Keep it for the next run. A file that cannot be written is logged."""
+    def keep(self, key: str, speed: ComputeSpeed) -> ComputeSpeed:
+        """Keep it for the next run, unless a faster one is kept already: the faster one is returned.
+
+        A file that cannot be written is logged.
+        """
+        entries, now_ms = self._entries(), wall_clock_ms()
+        entry = {"measured_ms": now_ms, "speed": asdict(speed)}
+        if (former := entries.get(key)) is not None and _age_ms(former["measured_ms"]) < KEEPS_MS:
+            entry = max(former, entry, key=lambda each: each["speed"]["decode_tokens_per_s"])
+        self._write(entries | {key: {**entry, "tried_ms": now_ms}})
+        return ComputeSpeed(**entry["speed"])
+
+    def _write(self, entries: dict[str, dict[str, Any]]) -> None:  # Any: JSON
         try:
-            entries = self._entries() | {key: {"measured_ms": wall_clock_ms(), "speed": asdict(speed)}}
-            latest = sorted(entries, key=lambda each: -entries[each]["measured_ms"])[:MOST]
+            latest = sorted(entries, key=lambda each: -entries[each]["tried_ms"])[:MOST]
             text = json.dumps({"version": VERSION, "speeds": {each: entries[each] for each in latest}})
             write_in_cache(self.path or cache_folder(FILE), text)
         except (OSError, ConfigError) as error:
@@ -96,9 +108,15 @@ class SpeedCache:
             return {}
 
 
+def _age_ms(at_ms: int) -> int:
+    """The time since then. A time of the future, from before the clock was set, counts as old."""
+    age_ms = wall_clock_ms() - at_ms
+    return age_ms if age_ms >= 0 else KEEPS_MS
+
+
 def _is_whole(entry: Any) -> bool:  # Any: JSON
     match entry:
-        case {"measured_ms": int(), "speed": {**rates}}:
+        case {"measured_ms": int(), "tried_ms": int(), "speed": {**rates}}:
             return rates.keys() == asdict(ComputeSpeed()).keys() and all(
                 type(rate) is float and 0 < rate < FASTEST for rate in rates.values()
             )

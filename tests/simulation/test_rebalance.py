@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
@@ -19,7 +20,10 @@ from simulation.world import MODEL, SPANS, Dialogue, World, kv_is_free, simulate
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
+    from llmnode.core.model import ModelInfo
     from llmnode.core.span import Span
+    from llmnode.core.speed import ComputeSpeed
+    from llmnode.ports import Worker
 
 PAIRS = sorted(2 * SPANS)
 
@@ -96,6 +100,25 @@ async def test_a_node_whose_adapter_does_not_fit_the_blocks_that_are_missing_goe
         await trio.sleep(60)
         assert lines[0].startswith(f"moving from blocks {SPANS[1]} to {SPANS[2]}")
         assert spans(swarm) == [SPANS[0], SPANS[1], SPANS[1]]
+
+
+@simulated
+async def test_a_worker_that_is_loaded_beside_another_is_measured_as_such() -> None:
+    """Sessions slow it: its speed is not that of the next run."""
+    measured: list[tuple[str, Span]] = []
+    async with world() as swarm:
+        node = await swarm.start("node", SPANS[1])
+        measure = node.role._measure
+
+        async def measure_as(what: str, worker: Worker, model: ModelInfo) -> ComputeSpeed:
+            measured.append((what, worker.span))
+            return await measure(worker, model)
+
+        node.role._measure, node.role._measure_beside = partial(measure_as, "alone"), partial(measure_as, "beside")
+        await node.role.change_span(SPANS[0], 0.0)
+        node.source.holds_two = True
+        await node.role.change_span(SPANS[2], 0.0)
+        assert measured == [("alone", SPANS[0]), ("beside", SPANS[2])]
 
 
 @pytest.mark.parametrize("seed", seeds(3))

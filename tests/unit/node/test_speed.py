@@ -25,7 +25,7 @@ from llmnode.node.serve.speed import (
     measure_compute,
     measure_speed,
 )
-from llmnode.node.serve.speed_cache import KEEPS_MS, MOST, SpeedCache
+from llmnode.node.serve.speed_cache import AGAIN_MS, KEEPS_MS, MOST, SpeedCache
 from llmnode.swarm.membership import wall_clock_ms
 from llmnode.testing.worker import ExactExecutor
 
@@ -185,15 +185,50 @@ def test_a_speed_is_measured_once_for_each_span_precision_and_setting(tmp_path: 
 
 def test_old_damaged_and_false_speeds_are_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache, speed = SpeedCache(path=tmp_path / "speeds.json"), ComputeSpeed(1.0, 2.0, 3.0)
-    cache.write("one", speed)
+    cache.keep("one", speed)
     assert cache.read("one") == speed
     text = (tmp_path / "speeds.json").read_text()
     for damaged in ("", "{}", "[]", text[:-9], text.replace("2.0", "1e99"), text.replace("2.0", '"fast"')):
         (tmp_path / "speeds.json").write_text(damaged)
         assert cache.read("one") is None
     for number in range(MOST + 5):
-        cache.write(f"{number:04}", speed)
+        cache.keep(f"{number:04}", speed)
     assert len(json.loads((tmp_path / "speeds.json").read_text())["speeds"]) == MOST
     later_ms = wall_clock_ms() + KEEPS_MS + 1
     monkeypatch.setattr("llmnode.node.serve.speed_cache.wall_clock_ms", lambda: later_ms)
     assert cache.read(f"{MOST:04}") is None
+
+
+def test_a_speed_of_a_busy_machine_is_measured_again_and_the_faster_one_is_kept_for_a_month(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, now_ms = SpeedCache(path=tmp_path / "speeds.json"), wall_clock_ms()
+
+    def keep_after(days: float, rate: float) -> float:
+        at_ms = now_ms + int(days * AGAIN_MS)
+        monkeypatch.setattr("llmnode.node.serve.speed_cache.wall_clock_ms", lambda: at_ms)
+        assert cache.read("one") is None, "it is measured again"
+        kept = cache.keep("one", ComputeSpeed(rate, rate, rate))
+        assert cache.read("one") == kept
+        return kept.decode_tokens_per_s
+
+    assert keep_after(0, 10.0) == 10.0
+    assert keep_after(1, 40.0) == 40.0, "it was busy at first"
+    assert keep_after(2, 10.0) == 40.0
+    assert keep_after(30.5, 20.0) == 40.0
+    assert keep_after(31.5, 20.0) == 20.0, "a month ago the machine was another one"
+
+
+def test_a_speed_that_is_not_to_be_kept_may_be_known(tmp_path: Path) -> None:
+    rates = iter([10.0, 20.0, 30.0])
+
+    async def measure(_worker: Worker, _model: ModelInfo) -> ComputeSpeed:
+        rate = next(rates)
+        return ComputeSpeed(rate, rate, rate)
+
+    async def main() -> list[float]:
+        cache, worker = SpeedCache(path=tmp_path / "speeds.json"), worker_with(64)
+        beside, alone = cache.measured_once(measure, keeps=False), cache.measured_once(measure)
+        return [(await each(worker, MODEL)).decode_tokens_per_s for each in (beside, alone, beside, alone)]
+
+    assert trio.run(main) == [10.0, 20.0, 20.0, 20.0]
