@@ -46,10 +46,11 @@ async def keep_measuring(
     """Measure now, when it is time, and when other peers may be the next hop, until cancelled. `role` announces it.
 
     Others cause round trips at most by announcing more peers, and no probes. After probes that nobody took, the pause
-    doubles.
+    before the next probes doubles. After new peers of which none answers, that before the next new peers does. A round
+    trip that was measured before stays, until there is a newer one, or the peer may not be the next hop any more.
     """
     policy, rng = policy or ProbePolicy(), rng or random.Random()
-    probes_at_s, pause_s = -math.inf, policy.soon_s
+    probes_at_s, pause_s, soon_s, are_new = -math.inf, policy.soon_s, policy.soon_s, False
     while True:
         nexts, others = next_hops(role.model, role.span, swarm), others_than(swarm)
         probes = trio.current_time() >= probes_at_s and bool(others or nexts or swarm.contacts)
@@ -57,15 +58,23 @@ async def keep_measuring(
         if probes:
             pause_s = policy.again_s if found.upload_bytes_per_s else min(2 * pause_s, policy.again_s)
             probes_at_s = trio.current_time() + pause_s
+        former_s = {peer: each for peer, each in (role.network.round_trips_s or {}).items() if peer in nexts}
+        round_trips_s = former_s | dict(found.round_trips_s or {})
+        if len(round_trips_s) > len(former_s):
+            soon_s = policy.soon_s
+        elif are_new:
+            soon_s = min(2 * soon_s, policy.again_s)
         upload_bytes_per_s = found.upload_bytes_per_s or role.network.upload_bytes_per_s
-        if upload_bytes_per_s or found.round_trips_s:
-            role.note_network(NetworkSpeed(upload_bytes_per_s, found.round_trips_s))
-        await trio.sleep(policy.soon_s)
-        with trio.move_on_at(max(probes_at_s, trio.current_time() + policy.soon_s)):
+        if upload_bytes_per_s or round_trips_s:
+            role.note_network(NetworkSpeed(upload_bytes_per_s, round_trips_s))
+        await trio.sleep(soon_s)
+        with trio.move_on_at(max(probes_at_s, trio.current_time() + policy.soon_s)) as patience:
             while next_hops(role.model, role.span, swarm).keys() <= nexts.keys() and bool(others_than(swarm)) <= bool(
                 others
             ):
                 await swarm.wait_changed()
+                await trio.sleep(policy.soon_s)  # each look is at the whole view
+        are_new = not patience.cancelled_caught
 
 
 def others_than(swarm: Swarm) -> list[Sequence[str]]:
@@ -104,8 +113,8 @@ async def measure_network(
     probes: bool = True,
 ) -> NetworkSpeed:
     """The round trips to some of the peers at `nexts`, and with `probes` the upload: to the `relays` if there are any,
-    else to peers of the `swarm`. A peer that fails, or takes too long, is left out. `policy` has the limits, and `rng`
-    chooses the peers.
+    else to those peers, or to others of the `swarm` if none of them takes a probe. A peer that fails, or takes too
+    long, is left out. `policy` has the limits, and `rng` chooses the peers.
     """
     policy, rng = policy or ProbePolicy(), rng or random.Random()
     chosen = dict(rng.sample(sorted(nexts.items()), min(len(nexts), policy.next_peers)))
@@ -117,16 +126,20 @@ async def measure_network(
     if not probes:
         return NetworkSpeed(0.0, round_trips_s)
     if relays:
-        probed = await _connected(swarm, [[each] for each in relays], policy)
-    else:
-        probed = connections or await _connected(swarm, _others(swarm, policy, rng), policy)
-    return NetworkSpeed(await _upload(probed, policy, rng), round_trips_s)
+        connections = await _connected(swarm, [[each] for each in relays], policy)
+    upload_bytes_per_s = await _upload(connections, policy, rng)
+    if not upload_bytes_per_s and not relays:
+        others = await _connected(swarm, _others(swarm, policy, rng), policy)
+        upload_bytes_per_s = await _upload([each for each in others if each.peer not in chosen], policy, rng)
+    return NetworkSpeed(upload_bytes_per_s, round_trips_s)
 
 
 def _others(swarm: Swarm, policy: ProbePolicy, rng: random.Random) -> list[Sequence[str]]:
-    """Addresses of peers that serve anything, and of the user's contacts if there are none."""
-    found = others_than(swarm) or [[each] for each in swarm.contacts]
-    return rng.sample(found, min(len(found), policy.upload_peers))
+    """Addresses of some peers that serve anything, and of some contacts of the user: strangers may announce peers that
+    cannot be reached, or take no probes.
+    """
+    found = others_than(swarm), [[each] for each in swarm.contacts]
+    return [peer for peers in found for peer in rng.sample(peers, min(len(peers), policy.upload_peers))]
 
 
 async def _connected(swarm: Swarm, peers: Iterable[Sequence[str]], policy: ProbePolicy) -> list[PeerConnection]:
@@ -156,15 +169,18 @@ async def _note_round_trip(connection: PeerConnection, round_trips_s: dict[PeerI
 async def _upload(connections: Sequence[PeerConnection], policy: ProbePolicy, rng: random.Random) -> float:
     """One peer after the other, each of another address group if possible: together they would share the line."""
     by_group: dict[str, list[PeerConnection]] = {}
-    for each in rng.sample(connections, len(connections)):
+    peers = {each.peer: each for each in connections}  # a contact may serve something, too
+    for each in rng.sample([*peers.values()], len(peers)):
         by_group.setdefault(each.source.group, []).append(each)
     first_of_groups = [each for _, each in sorted(_places(by_group), key=lambda place: place[0])]
     rates: dict[str, list[float]] = {}
-    for connection in first_of_groups[: policy.upload_peers]:
+    for connection in first_of_groups[: 2 * policy.upload_peers]:
         try:
             rates.setdefault(connection.source.group, []).append(await measure_upload(connection, policy))
         except PeerError as error:
             log.debug("no upload: %s", error)
+        if sum(map(len, rates.values())) == policy.upload_peers:
+            break
     return usual_rate(rates)
 
 

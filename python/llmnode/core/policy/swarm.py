@@ -120,13 +120,15 @@ class ProbePolicy:
     """A peer that takes longer has shown nothing."""
     connect_s: float = 4.0
     upload_peers: int = 3
-    """A node sends probes to this many peers, of different address groups if there are such."""
+    """A node sends probes until this number of peers have taken them. It tries twice that number at most, of different
+    address groups if there are such."""
     next_peers: int = 8
     """A server measures, and announces, round trips to this many peers that may be the next hop."""
     again_s: float = 300.0
     """A server measures its network again after this time."""
     soon_s: float = 5.0
-    """It does so after this time if it has measured nothing yet, or if other peers may be the next hop now."""
+    """It does so after this time if it has measured nothing yet, or if other peers may be the next hop now. The time
+    doubles when that was in vain."""
 
 
 @dataclass(frozen=True, slots=True)
