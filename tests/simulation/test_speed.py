@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import trio
 
+from llmnode.core.ids import PeerId
 from llmnode.core.policy import ProbePolicy, ServePolicy
 from llmnode.core.span import Span
 from llmnode.errors import PeerError, PeerRefused, PeerTimeout
-from llmnode.node.serve import links
+from llmnode.node.serve import links, network_speed
+from llmnode.node.serve.conduct import Conduct
 from llmnode.node.serve.network_speed import keep_measuring, measure_network, next_hops, relays_of
 from llmnode.swarm.peer_connection import PeerConnection
 from llmnode.swarm.probing import measure_round_trip, measure_upload
 from llmnode.testing import Conditions, open_world, simulated
-from llmnode.testing.network import peer_named
 from llmnode.wire.frame import Frame, FrameType
 
 if TYPE_CHECKING:
-    from llmnode.node.serve.conduct import Conduct
+    from collections.abc import Sequence
+
+    from llmnode.core.speed import NetworkSpeed
     from llmnode.ports import Link
     from llmnode.testing import World
     from llmnode.testing.world import ServingNode
@@ -89,6 +94,103 @@ async def test_peers_that_are_announced_all_the_time_cause_no_more_probes(monkey
         assert most * 2 * policy.soon_s < policy.again_s
         assert 1 <= len(probes) <= policy.upload_peers * len(policy.sizes_bytes)
         nursery.cancel_scope.cancel()
+
+
+@simulated
+async def test_a_round_trip_is_kept_while_others_are_measured() -> None:
+    policy = ProbePolicy(next_peers=1, again_s=20.0)
+    async with open_world(conditions=NARROW) as world, trio.open_nursery() as nursery:
+        first = await world.start("s0", SPANS[0])
+        later = [await world.start(f"t{number}", SPANS[1]) for number in range(3)]
+        nursery.start_soon(keep_measuring, first.role, first.swarm, first.network, policy, random.Random(1))
+        with trio.fail_after(20 * policy.again_s):
+            while (first.role.network.round_trips_s or {}).keys() != {each.peer for each in later}:  # noqa: ASYNC110
+                await trio.sleep(1)
+        world.kill("t0")
+        with trio.fail_after(60 + policy.again_s):
+            while later[0].peer in (first.role.network.round_trips_s or {}):  # noqa: ASYNC110
+                await trio.sleep(1)
+        nursery.cancel_scope.cancel()
+
+
+async def change_the_view(node: ServingNode, times: int, every_s: float) -> None:
+    """Its own announcement is another one each time."""
+    for number in range(times):
+        node.swarm.say(replace(node.role.offer(), moves_to=SPANS[number % 2]))
+        await trio.sleep(every_s)
+
+
+@simulated
+async def test_peers_that_announce_themselves_and_cannot_be_reached_are_measured_ever_less_often(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    measured_s: list[float] = []
+
+    def next_hops_of_strangers(*_arguments: object) -> dict[PeerId, Sequence[str]]:
+        name = f"peer-t{int(trio.current_time())}"
+        return {PeerId(name): (f"/memory/nowhere/p2p/{name}",)}
+
+    async def measured(*arguments: Any, **named: Any) -> NetworkSpeed:
+        measured_s.append(trio.current_time())
+        return await measure_network(*arguments, **named)
+
+    async with open_world() as world, trio.open_nursery() as nursery:
+        first = await world.start("s0", SPANS[0])
+        monkeypatch.setattr(network_speed, "next_hops", next_hops_of_strangers)
+        monkeypatch.setattr(network_speed, "measure_network", measured)
+        nursery.start_soon(keep_measuring, first.role, first.swarm, first.network)
+        await change_the_view(first, 600, 1.0)
+        pauses_s = [round(late - early) for early, late in pairwise(measured_s)]
+        assert len(measured_s) < 10
+        assert pauses_s[-1] > 10 * pauses_s[0]
+        nursery.cancel_scope.cancel()
+
+
+@simulated
+async def test_however_often_the_view_changes_it_is_looked_at_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[float] = []
+
+    def counted(*arguments: Any) -> dict[PeerId, Sequence[str]]:
+        looks.append(trio.current_time())
+        return next_hops(*arguments)
+
+    async with open_world() as world, trio.open_nursery() as nursery:
+        first, *_ = await started(world)
+        monkeypatch.setattr(network_speed, "next_hops", counted)
+        seconds, policy = 100, ProbePolicy(soon_s=20.0)
+        nursery.start_soon(keep_measuring, first.role, first.swarm, first.network, policy)
+        await change_the_view(first, 10 * seconds, 0.1)
+        assert 3 <= len(looks) <= 3 + seconds / policy.soon_s
+        nursery.cancel_scope.cancel()
+
+
+@simulated
+async def test_contacts_are_probed_where_announced_peers_take_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strangers that are announced, and refuse, would keep a server from ever announcing a throughput."""
+    answer = links._answer_probe
+
+    def refuse(conduct: Conduct, link: Link, frame: Frame) -> Frame:
+        if conduct is relay_conduct:
+            return answer(conduct, link, frame)
+        raise PeerRefused("busy", "as told")
+
+    async with open_world(conditions=NARROW) as world:
+        conducts: list[Conduct] = []
+        make = Conduct.__init__
+
+        def note(conduct: Conduct, policy: ServePolicy) -> None:
+            conducts.append(conduct)
+            make(conduct, policy)
+
+        monkeypatch.setattr(Conduct, "__init__", note)
+        await world.start_relay("relay")
+        (relay_conduct,) = conducts
+        nodes = await started(world)
+        monkeypatch.setattr(links, "_answer_probe", refuse)
+        for node in nodes:
+            nexts = next_hops(node.role.model, node.role.span, node.swarm)
+            found = await measure_network(node.swarm, nexts)
+            assert found.upload_bytes_per_s == pytest.approx(BYTES_PER_S, rel=0.1)
 
 
 @simulated
@@ -185,7 +287,6 @@ async def test_a_frozen_peer_costs_one_deadline() -> None:
         began_s, policy = trio.current_time(), ProbePolicy()
         with pytest.raises(PeerTimeout):
             await measure_round_trip(connection, policy)
-        assert connection.round_trip_s is None
         with pytest.raises(PeerError):  # the link has noticed the silence by then
             await measure_upload(connection, policy)
         assert trio.current_time() - began_s <= 2 * policy.answer_s
@@ -202,23 +303,3 @@ async def test_a_node_behind_a_relay_measures_what_it_sends_to_the_relay() -> No
         assert relays_of([circuit, *node.network.addresses]) == [] == relays_of([])
         found = await measure_network(node.swarm, {}, [address])
         assert found.upload_bytes_per_s == pytest.approx(BYTES_PER_S, rel=0.1)
-
-
-@simulated
-async def test_a_client_measures_its_servers_and_a_few_others_and_takes_near_ones() -> None:
-    async with open_world(conditions=Conditions(delay_s=0.001)) as world:
-        for number, span in enumerate([*SPANS, *SPANS]):
-            await world.start(f"s{number}", span)
-        for number in range(3):
-            for pair in (
-                (peer_named("client"), peer_named(f"s{number}")),
-                (peer_named(f"s{number}"), peer_named("client")),
-            ):
-                world.internet.set_conditions(*pair, Conditions(delay_s=0.1))
-        await trio.sleep(5)
-        async with world.client() as (router, _peer):
-            await router.find_any()
-            await trio.sleep(5)
-            assert len(router.finder.reaching.round_trips_s()) == 6
-            route = await router.find_any()
-            assert {hop.peer for hop in route} == {peer_named(f"s{number}") for number in (3, 4, 5)}

@@ -305,13 +305,13 @@ class PeerFinder:
             for each in announcements
         ]
         believed = self._standing.costs(candidates, now_s, explores=explores)
-        costs = {}
+        reached, costs = {*sessions, *round_trips_s}, {}
         for each in announcements:
             penalty, cost = self._suspicion.penalty(each.peer, now_s), believed[each.peer]
             penalty *= self.policy.route.second_hop_cost if each.peer in beside else 1.0
             is_full = each.offer.kv_tokens_free < first or self._full_until_s.get(each.peer, 0.0) > now_s
             wait_s = self.policy.route.full_cost_s if is_full else 0.0
-            if each.peer not in sessions and not self._standing.is_proven(each.peer, now_s):
+            if each.peer not in reached and not self._standing.is_proven(each.peer, now_s):
                 wait_s += self.reaching.doubt_s(each)
             costs[each.peer] = HopCost(penalty * cost.hop_s + wait_s, penalty * cost.block_s, cost.way_s)
         return costs

@@ -1,13 +1,14 @@
 """Connections to the servers of a client's routes: which can be reached, and how far away they are.
 
-A stranger can announce peers that do not exist, so failures are counted (`core/peers/unreached.py`).
+A stranger can announce peers that do not exist, so failures are counted (`core/peers/unreached.py`). A link that is
+opened to measure a round trip ends again: it would take one of the places that its server has for clients.
 """
 
 from __future__ import annotations
 
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import trio
 
@@ -28,6 +29,11 @@ if TYPE_CHECKING:
     from llmnode.swarm.pool import ConnectionPool
 
 
+class _RoundTrip(NamedTuple):
+    round_trip_s: float
+    measured_s: float
+
+
 class Reaching:
     """For one client."""
 
@@ -36,10 +42,11 @@ class Reaching:
         self._policy = policy
         self._unreached = Unreached(policy)
         self._measuring: set[PeerId] = set()
+        self._measured: dict[PeerId, _RoundTrip] = {}  # the latest ones at the end
 
     def round_trips_s(self) -> dict[PeerId, float]:
-        """The round trip to each server of which we have measured it over a connection that is open."""
-        return {each.peer: each.round_trip_s for each in self._pool.living() if each.round_trip_s is not None}
+        """The round trips to the servers that answered when they were last measured."""
+        return {peer: each.round_trip_s for peer, each in self._measured.items()}
 
     def doubt_s(self, announcement: Announcement) -> float:
         """The cost of a server that was never reached, in seconds a token, since others like it could not be."""
@@ -83,34 +90,48 @@ class Reaching:
             self._pool.start_soon(partial(self._warm, each))
 
     def measure_some(self, first: Collection[PeerId], usable: Sequence[Announcement]) -> None:
-        """Begin to measure the round trips to the peers `first`, and to a few others. Later routes know them."""
-        known = {*self.round_trips_s(), *self._measuring}
+        """Begin to measure the round trips to the peers `first`, and to a few others. Later routes know them.
+
+        Those that were measured lately are left out.
+        """
+        since_s = trio.current_time() - self._policy.measure_again_s
+        known = {*self._measuring, *(peer for peer, each in self._measured.items() if each.measured_s > since_s)}
+        wanted = [each for each in usable if each.peer not in known and each.addresses]
         most = max(0, self._policy.measured_peers - len(known.difference(first)))
-        others = [each for each in usable if each.peer not in first][:most]
-        for each in [*(each for each in usable if each.peer in first), *others]:
-            if each.peer not in known and each.addresses and (each.peer in first or not self.doubt_s(each)):
-                self._measuring.add(each.peer)
-                self._pool.start_soon(partial(self._measure, each))
+        others = [each for each in wanted if each.peer not in first and not self.doubt_s(each)][:most]
+        for each in [*(each for each in wanted if each.peer in first), *others]:
+            self._measuring.add(each.peer)
+            self._pool.start_soon(partial(self._measure, each))
 
     async def _warm(self, announcement: Announcement) -> None:
         with suppress(PeerError):
             await self._connect(announcement, self._policy.connect_timeout_s)
 
     async def _measure(self, announcement: Announcement) -> None:
+        peer, found_s = announcement.peer, None
         try:
             with suppress(PeerError):
-                connection = await self._connect(announcement, self._policy.measure_s)
-                with trio.move_on_after(self._policy.measure_s):
-                    await measure_round_trip(connection.best, ProbePolicy())
+                connection = await self._connect(announcement, self._policy.measure_s, keeps=False)
+                try:
+                    with trio.move_on_after(self._policy.measure_s):
+                        found_s = await measure_round_trip(connection.best, ProbePolicy())
+                finally:
+                    await self._pool.release(connection)
         finally:
-            self._measuring.discard(announcement.peer)
+            self._measuring.discard(peer)
+        self._measured.pop(peer, None)
+        if found_s is not None:
+            self._measured[peer] = _RoundTrip(found_s, trio.current_time())
+            if len(self._measured) > self._policy.round_trips:
+                del self._measured[next(iter(self._measured))]
 
-    async def _connect(self, announcement: Announcement, timeout_s: float) -> PeerConnection:
+    async def _connect(self, announcement: Announcement, timeout_s: float, *, keeps: bool = True) -> PeerConnection:
         """Raises PeerError, and counts that the peer could not be reached."""
         try:
             with trio.fail_after(timeout_s):
-                return await self._pool.connect(announcement.addresses)
+                return await self._pool.connect(announcement.addresses, keeps=keeps)
         except (PeerError, ConfigError, trio.TooSlowError) as error:
+            self._measured.pop(announcement.peer, None)
             self._unreached.note(_group(announcement), trio.current_time())
             if isinstance(error, PeerError):
                 raise

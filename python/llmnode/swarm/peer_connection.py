@@ -50,8 +50,6 @@ class PeerConnection:
         self.sessions: set[SessionId] = set()
         """The sessions whose answers come over it. It stays open for them."""
         self.adapters = BroughtAdapters(self.ask_peer, link.peer)
-        self.round_trip_s: float | None = None
-        """The latest measurement (`probing.py`)."""
         self.knows_prompts = True
         """False once the peer has said that it knows no deep prompts."""
         self._listeners: dict[SessionId, tuple[Callable[[Frame], None], Callable[[], None]]] = {}

@@ -60,16 +60,18 @@ class ConnectionPool:
         self._policy = policy
         self._opened: dict[PeerId, PeerConnection] = {}
         self._dialling: dict[PeerId, _Dial] = {}
+        self._passing: set[PeerConnection] = set()
+        """The open ones that nobody has asked to keep."""
 
     def living(self) -> list[PeerConnection]:
         """The open connections, the oldest first."""
         return [connection for connection in self._opened.values() if not connection.has_ended]
 
-    async def connect(self, addresses: Sequence[str]) -> PeerConnection:
+    async def connect(self, addresses: Sequence[str], *, keeps: bool = True) -> PeerConnection:
         """The open connection to the peer at `addresses`, or a new one to the first address that answers.
 
-        All `addresses` are of one peer. Raises PeerUnreachable with the last cause, or ConfigError for an address of no
-        known form.
+        All `addresses` are of one peer. If nobody `keeps` the connection, `release` ends it. Raises PeerUnreachable
+        with the last cause, or ConfigError for an address of no known form.
         """
         if not addresses:
             raise PeerUnreachable("it names no address: it is reached through relays alone, and has lost them")
@@ -78,11 +80,22 @@ class ConnectionPool:
         await trio.lowlevel.checkpoint()
         while (connection := self._opened.get(peer)) is None or connection.has_ended:
             if (dial := self._dialling.get(peer)) is None:
-                return await self._dial_for_all(peer, addresses)
+                return await self._dial_for_all(peer, addresses, keeps=keeps)
             await dial.over.wait()
             if dial.error is not None and dial.began_s >= asked_s and dial.addresses == list(addresses):
                 raise copy(dial.error)  # or each waiter would dial it again, one after the other
+        if keeps:
+            self._passing.discard(connection)
         return connection
+
+    async def release(self, connection: PeerConnection) -> None:
+        """End the connection to a peer, unless it is used, or somebody keeps it. Cannot be cancelled."""
+        for each in (connection, connection.best):
+            if each in self._passing and not each.sessions:
+                self._passing.discard(each)
+                if self._opened.get(each.peer) is each:
+                    del self._opened[each.peer]
+                await _end_all([each])
 
     def warm(self, addresses: Sequence[str]) -> None:
         """Open a connection that will be used later. A failure is silent."""
@@ -96,11 +109,13 @@ class ConnectionPool:
         with suppress(PeerError, ConfigError):
             await self.connect(addresses)
 
-    async def _dial_for_all(self, peer: PeerId, addresses: Sequence[str]) -> PeerConnection:
+    async def _dial_for_all(self, peer: PeerId, addresses: Sequence[str], *, keeps: bool) -> PeerConnection:
         """Dial a peer once for all tasks that ask for it meanwhile."""
         dial = self._dialling[peer] = _Dial(list(addresses), trio.current_time())
         try:
             connection = self._opened[peer] = await self._dial(addresses)
+            if not keeps:
+                self._passing.add(connection)
         except (PeerError, ConfigError) as error:
             dial.error = error
             raise
@@ -156,6 +171,7 @@ class ConnectionPool:
                     nursery.start_soon(self._better, connection, address)
                 await connection.wait_ended()
                 nursery.cancel_scope.cancel()
+        self._passing.discard(connection)
         if self._opened.get(connection.peer) is connection:
             del self._opened[connection.peer]
 
@@ -177,6 +193,8 @@ class ConnectionPool:
         """Wait until the better one has ended."""
         peer = connection.peer
         connection.better = better
+        if connection in self._passing:
+            self._passing.add(better)
         if self._opened.get(peer) is connection:
             self._opened[peer] = better
         async with trio.open_nursery() as nursery:

@@ -26,15 +26,14 @@ if TYPE_CHECKING:
 
 
 async def measure_round_trip(connection: PeerConnection, policy: ProbePolicy) -> float:
-    """The median of a few round trips, in seconds; `connection` remembers it. Raises PeerError."""
+    """The median of a few round trips over `connection`, in seconds. Raises PeerError."""
     times = []
     for _ in range(policy.round_trips):
         began_s = trio.current_time()
         with suppress(PeerRefused):  # a relay has nothing to describe, and says so
             await connection.describe(policy.answer_s)
         times.append(trio.current_time() - began_s)
-    connection.round_trip_s = statistics.median(times)
-    return connection.round_trip_s
+    return statistics.median(times)
 
 
 async def measure_upload(connection: PeerConnection, policy: ProbePolicy) -> float:

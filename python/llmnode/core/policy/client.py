@@ -87,6 +87,11 @@ class RoutePolicy:
     taken to be distant."""
     measure_s: float = 4.0
     """The time for such a measurement, and for the connection before it."""
+    measure_again_s: float = 60.0
+    """A round trip that was measured longer ago is measured again when a new session could use the server: at the first
+    time either end may have been busy. Within this time `measured_peers` counts."""
+    round_trips: int = 64
+    """The client remembers this many. Those that were measured longest ago go first."""
     standbys: bool = True
     """The client keeps connections to peers that could take the place of a lost one."""
 
