@@ -84,7 +84,7 @@ class SpeedCache:
         A file that cannot be written is logged.
         """
         entries, now_ms = self._entries(), wall_clock_ms()
-        entry = {"measured_ms": now_ms, "speed": asdict(speed)}
+        entry: dict[str, Any] = {"measured_ms": now_ms, "speed": asdict(speed)}  # Any: JSON
         if (former := entries.get(key)) is not None and _age_ms(former["measured_ms"]) < KEEPS_MS:
             entry = max(former, entry, key=lambda each: each["speed"]["decode_tokens_per_s"])
         self._write(entries | {key: {**entry, "tried_ms": now_ms}})
