@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 LENGTHS = (4, 16, 32)
 EDGES = (0, 1, 2, 5, 16, 2**31, 2**32 - 1)
 FRAMES = (3, 16)
+COPYING = 0.2
+"""The share of sequences that begin with a copy of a session."""
 MUTATED = 0.2
 FROM_NEIGHBOUR = {False: 0.05, True: 0.6}
 """The share of a session's steps that its neighbour pushes, which it does more often where it is expected to."""
@@ -62,16 +64,21 @@ class Sequence:
     neighbour: PeerId
     receiver: PeerId
     sessions: list[_Session] = field(default_factory=list)
+    _opened: Frame | None = None
+    """The first OPEN."""
     _copied: _Session | None = None
     """The source of the latest FORK, if that was the latest frame."""
 
     def frames(self) -> Iterator[tuple[bool, Frame]]:
         rng, makers = self.rng, self._makers()
         kinds, weights = [maker for maker, _ in makers], [weight for _, weight in makers]
-        yield False, self._open()
+        self._opened = self._open()
+        yield False, self._opened
         if rng.random() < 0.5:
             yield False, self._neighbours(self.sessions[0])
             yield True, self._want(self.sessions[0])
+        if rng.random() < COPYING:
+            yield from self._copying()
         for _ in range(rng.randint(*FRAMES)):
             session = rng.choice(self.sessions)
             frame = rng.choices(kinds, weights)[0](session)
@@ -84,9 +91,25 @@ class Sequence:
             yield pushes, frame
             if rng.random() < 0.1:
                 yield pushes, replace(frame)
-            source, self._copied = self._copied, None
-            if source is not None and rng.random() < 0.3:
-                yield False, rng.choice((self._close, self._truncate))(source)
+            yield from self._after_a_copy()
+
+    def _copying(self) -> Iterator[tuple[bool, Frame]]:
+        """A copy of the first session, which both have to grow for."""
+        source = self.sessions[0]
+        copy = replace(source, name=self._name())
+        self.sessions.append(copy)
+        assert self._opened is not None
+        yield False, replace(self._opened, session=copy.name)
+        for _ in range(self.rng.randint(1, 4)):
+            yield False, self._step(source)
+        yield False, self._fork(copy, source)
+        yield from self._after_a_copy()
+
+    def _after_a_copy(self) -> Iterator[tuple[bool, Frame]]:
+        """The source of a copy may end or go back while that is made."""
+        source, self._copied = self._copied, None
+        if source is not None and self.rng.random() < 0.3:
+            yield False, self.rng.choice((self._close, self._truncate))(source)
 
     def _makers(self) -> list[tuple[Callable[[_Session], Frame], int]]:
         return [
@@ -107,10 +130,13 @@ class Sequence:
             (lambda _: Frame(FrameType.DESCRIBE), 1),
         ]
 
+    def _name(self) -> SessionId:
+        return SessionId(self.rng.randbytes(SESSION_ID_BYTES))
+
     def _open(self) -> Frame:
         rng = self.rng
         codec = self.sessions[0].codec if self.sessions and rng.random() < 0.9 else rng.choice(list(Codec))
-        session = _Session(SessionId(rng.randbytes(SESSION_ID_BYTES)), codec, rng.choice(LENGTHS))
+        session = _Session(self._name(), codec, rng.choice(LENGTHS))
         self.sessions.append(session)
         message = OpenRequest(
             **self._adapted(profile_fields(EXACT_MODEL.profile)),
@@ -135,8 +161,8 @@ class Sequence:
         session.position = self.rng.randint(0, session.position)
         return self._frame(FrameType.TRUNCATE, session, session.position)
 
-    def _fork(self, session: _Session) -> Frame:
-        source = self.rng.choice(self.sessions)
+    def _fork(self, session: _Session, source: _Session | None = None) -> Frame:
+        source = source or self.rng.choice(self.sessions)
         self._copied = source
         session.epoch += 1
         session.position = min(self.rng.choice((source.position, session.position)), session.max_length)

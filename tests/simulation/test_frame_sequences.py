@@ -194,6 +194,8 @@ async def play(server: Server, worker: ExactWorker, number: int, answers: Counte
             nursery.start_soon(_serve, server, link, nursery)
         worker.executor.fails = int(rng.random() < 0.1)
         for pushes, frame in Sequence(rng, neighbour, RECEIVER).frames():
+            if frame.type is FrameType.FORK and rng.random() < 0.5:  # else what it copies is hardly ever computed yet
+                await trio.testing.wait_all_tasks_blocked()
             links[2 if pushes else int(rng.random() < 0.05)].tell(frame)
             if rng.random() < 0.5:
                 await trio.testing.wait_all_tasks_blocked() if rng.random() < 0.1 else await trio.lowlevel.checkpoint()
