@@ -79,6 +79,9 @@ def test_a_cache_of_ones_own_is_filled_with_the_beams(model: Any, transformers_m
     inputs = tokenizer(TEXTS[0], return_tensors="pt")
     options = {"max_new_tokens": NEW_TOKENS, "num_beams": 3, "do_sample": False}
     with model.open_cache(64, rows=3) as cache:
+        assert len({each.rows for each in cache._sessions}) == 1, (
+            "they wait for each other, be their texts alike or not"
+        )
         chosen = model.generate(**inputs, **options, cache=cache)
     assert chosen.tolist() == transformers_model.generate(**inputs, **options).tolist()
 

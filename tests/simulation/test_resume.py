@@ -328,6 +328,10 @@ async def test_a_resumed_session_is_copied_at_its_servers(file: Path) -> None:
             dialogue.session = copied
             await dialogue.step(3)
             assert not copied.recoveries
+            await copied.rows.let_go()
+            assert [len(each._hops.hops) for each in (session, copied) if each._state.lost is not None] == [3, 3], (
+                "both"
+            )
         await kv_is_free(swarm)
 
 

@@ -14,8 +14,10 @@ import trio.testing
 
 from llmnode.core.policy import RecoveryPolicy
 from llmnode.core.texts.beams import sessions_of_rows
-from llmnode.errors import NoRoute, PeerError
+from llmnode.errors import NoRoute, PeerError, PeerRefused
+from llmnode.session.rows import Rows
 from llmnode.testing import Cast, Dialogue, FaultPlan, Odds, check_kv_is_free, seeds, simulate, simulated
+from llmnode.wire.payload import Codec
 from simulation.beams import opened, step_all
 from simulation.chaos import KINDS, LONGEST_OUTAGE_S
 from simulation.scarce import PATIENT
@@ -151,3 +153,25 @@ async def test_a_session_that_was_let_go_and_may_lose_no_hop_finds_no_route() ->
         await dialogue.session.rows.let_go()
         with pytest.raises(NoRoute, match="its KV was freed"):
             await dialogue.session.step(bytes(ROW))
+
+
+@simulated
+async def test_rows_that_do_not_begin_alike_free_their_kv_for_each_other() -> None:
+    """Each opens where there is space. When one of them has grown there is none for the other, until it is let go."""
+    async with scarce() as swarm, AsyncExitStack() as stack:
+        await swarm.start("0", ALL_BLOCKS)
+        client, rows, length = await stack.enter_async_context(swarm.client(PATIENT)), Rows(), KV_TOKENS // 2
+        opening = [client.router.open_session(length, Codec.RAW, rows=rows) for _ in range(2)]
+        dialogues = [Dialogue(await stack.enter_async_context(each), random.Random(1)) for each in opening]
+        with pytest.raises(PeerRefused, match="all, and this server has"):
+            await stack.enter_async_context(client.router.open_session(length, Codec.RAW, rows=rows))
+        await step_all(dialogues, PIECE)
+        stranger = await stack.enter_async_context(swarm.client(PATIENT, name="stranger"))
+        (other,) = await stack.enter_async_context(opened(stranger.router, 1, max_length=length))
+        await other.step(150)
+        for each in dialogues:
+            with trio.fail_after(30):
+                await each.step(length - PIECE - 1)
+        await other.step(1)
+        assert any(each.session.recoveries for each in dialogues)
+        assert not other.session.recoveries, "it is within its share"

@@ -348,7 +348,13 @@ class SessionCache(DynamicCache):
 
     def _open(self, terms: CacheTerms, beside: InferenceSession | None, *, waits: bool) -> InferenceSession:
         opening = self._client.inference_session(
-            terms.max_length, beside, priority=terms.priority, waits=waits, adapter=terms.adapter, prompts=terms.prompts
+            terms.max_length,
+            beside,
+            priority=terms.priority,
+            waits=waits,
+            adapter=terms.adapter,
+            prompts=terms.prompts,
+            rows=self._sessions[0].rows if self._sessions else None,
         )
         entered = self._portal.enter(opening)
         session = entered.opened.result()
@@ -358,6 +364,7 @@ class SessionCache(DynamicCache):
     def _grow(self, max_length: int) -> None:
         """Move to sessions of `max_length`: the servers copy the KV, row by row, so that little is there twice."""
         terms = replace(self._terms, max_length=max_length)
+        self._sessions[0].rows.lengths_are_guesses = True
         for row, session in enumerate(self._sessions):
             try:
                 longer = self._open(terms, session, waits=False)

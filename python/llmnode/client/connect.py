@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from llmnode.models.load import Ends
     from llmnode.models.sources.folder import ModelFolder
     from llmnode.models.text.tokenizer import Tokenizer
+    from llmnode.session.rows import Rows
     from llmnode.session.saved import SavedSession
     from llmnode.session.session import InferenceSession
     from llmnode.swarm.membership import Swarm
@@ -116,19 +117,21 @@ class Client:
         waits: bool = True,
         adapter: Adapter | None = None,
         prompts: DeepPrompts = NO_PROMPTS,
+        rows: Rows | None = None,
     ) -> AsyncIterator[InferenceSession]:
         """A session with KV for `max_length` positions: `async with client.inference_session(64) as session`.
 
         It goes through the peers of `beside` if they have free KV: to become a copy of it costs least then. `priority`
         is what it is for, None as the policy has it. If servers have no free KV, it `waits` for some, as long as the
         policy says: not for KV that the caller's other sessions hold. The blocks have `adapter`, if there is one,
-        and add the deep `prompts` of all blocks to the first positions. Raises NoRoute, or the PeerError of a peer
-        without which there is no route.
+        and add the deep `prompts` of all blocks to the first positions. Sessions of the same `rows` wait for each
+        other, as those of a batch do: while one waits for KV, the others free theirs. By default they are those of
+        `beside`. Raises NoRoute, or the PeerError of a peer without which there is no route.
         """
         policy = self.policy if priority is None else replace(self.policy, priority=priority)
         policy = policy if waits else replace(policy, route=replace(policy.route, kv_patience_s=0))
         own = self.adapter if adapter is None else adapter
-        async with self.router.open_session(max_length, self.codec, beside, policy, own, prompts) as session:
+        async with self.router.open_session(max_length, self.codec, beside, policy, own, prompts, rows) as session:
             yield session
 
     async def transcript(self, session: InferenceSession) -> dict[str, Any]:  # Any: JSON

@@ -60,6 +60,12 @@ class Offer:
     """The blocks that the peer is going to serve instead: it loads them already, or once its sessions have ended."""
     adapters: tuple[AnnouncedAdapter, ...] = ()
     """Those that it holds for its blocks, beside the adapters that clients bring."""
+    kv_page: int = 1
+    """A session holds a multiple of this number of positions."""
+
+    def in_pages(self, positions: int) -> int:
+        """The positions that a session holds at this peer if it needs this number of them."""
+        return -(-positions // self.kv_page) * self.kv_page
 
     def computes(self, profile: Profile) -> bool:
         """Whether it says that it computes in this profile, be it with an adapter that it announces."""

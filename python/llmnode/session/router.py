@@ -65,12 +65,13 @@ class Router:
         policy: ClientPolicy | None = None,
         adapter: Adapter | None = None,
         prompts: DeepPrompts = NO_PROMPTS,
+        rows: Rows | None = None,
     ) -> AsyncIterator[InferenceSession]:
         """A session over the best route of peers that take it, or over that of `beside` if its peers do.
 
-        `policy` is for it alone, instead of the router's. Its peers get the `adapter`, and the deep `prompts` of
-        all blocks, and compute with them. Raises NoRoute or the PeerError that leaves none, and ConfigError for prompts
-        that no server takes.
+        It waits for KV together with `rows`, by default with those of `beside`. `policy` is for it alone, instead of
+        the router's. Its peers get the `adapter`, and the deep `prompts` of all blocks, and compute with them. Raises
+        NoRoute or the PeerError that leaves none, and ConfigError for prompts that no server takes.
         """
         if not are_sound(prompts.values, self.finder.model.hidden_size):
             raise ConfigError("deep prompts that are not finite, or too large: they are not sent")
@@ -81,7 +82,7 @@ class Router:
         model = self.finder.model if adapter is None else replace(self.finder.model, adapter=adapter.digest)
         terms = SessionTerms(model, max_length, codec, policy or self.finder.policy, adapter, prompts)
         async with AsyncExitStack() as stack:
-            yield await self._open(stack, terms, beside)
+            yield await self._open(stack, terms, beside, rows or (Rows() if beside is None else beside.rows))
 
     @asynccontextmanager
     async def resume_session(self, saved: SavedSession) -> AsyncIterator[InferenceSession]:
@@ -124,10 +125,9 @@ class Router:
                 await session.step(bytes(self.finder.model.row_bytes))
 
     async def _open(
-        self, stack: AsyncExitStack, terms: SessionTerms, beside: InferenceSession | None
+        self, stack: AsyncExitStack, terms: SessionTerms, beside: InferenceSession | None, rows: Rows
     ) -> InferenceSession:
         began_s = trio.current_time()
-        rows = Rows() if beside is None else beside.rows
         known = self.swarm.view.of_model(self.finder.model.digest)
         too_small = rows.too_small(known, terms.max_length)
         failed = dict(too_small)

@@ -5,7 +5,7 @@ Otherwise the rows of two generations could hold what those of the other one wai
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
 import trio
@@ -26,6 +26,8 @@ class Rows:
     """The sessions of one client that were opened beside each other."""
 
     def __init__(self) -> None:
+        self.lengths_are_guesses = False
+        """They may never have their greatest lengths. So no row is refused because all of these do not fit."""
         self._rows: list[SessionHops] = []
 
     def add(self, row: SessionHops) -> None:
@@ -40,13 +42,15 @@ class Rows:
 
         The rows wait for each other, so all those at a peer have to fit.
         """
-        wanted: Counter[PeerId] = Counter()
-        for row in self._rows:
+        wanted: defaultdict[PeerId, list[int]] = defaultdict(list)
+        for row in [] if self.lengths_are_guesses else self._rows:
             for peer in {hop.hop.peer for hop in row.hops}:
-                wanted[peer] += row.terms.max_length
+                wanted[peer].append(row.terms.max_length)
         refused: dict[PeerId, PeerError] = {}
         for each in announcements:
-            if each.peer in wanted and (positions := wanted[each.peer] + length) > each.offer.kv_tokens:
+            lengths = wanted.get(each.peer, [])
+            positions = sum(map(each.offer.in_pages, (*lengths, length)))
+            if lengths and positions > each.offer.kv_tokens:
                 why = f"{positions} positions in all, and this server has {each.offer.kv_tokens}"
                 refused[each.peer] = PeerRefused(RefusalCode.NO_ROOM, why, peer=each.peer, span=each.offer.span)
         return refused

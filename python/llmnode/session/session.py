@@ -117,6 +117,7 @@ class InferenceSession:
         """
         assert self._finder is not None, "what was saved may have gone"
         await handover.take_over(self._hops, saved, connections, self._finder)
+        self.rows.add(self._hops)
         await self._persist(trio.lowlevel.checkpoint, position_before=saved.position)
 
     async def step(self, hidden: Buffer) -> Buffer:

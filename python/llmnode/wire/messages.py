@@ -278,6 +278,7 @@ class AnnouncementBody:
     """The span that the peer is going to serve instead, if both are there."""
     adapters: OptionalAdapters = None
     """Adapters that the peer holds for its blocks: a name, a digest and a rank of each."""
+    kv_page: OptionalCount = None
 
 
 Extended: TypeAlias = Description | OpenRequest | Neighbours | Pass

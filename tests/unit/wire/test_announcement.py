@@ -158,6 +158,17 @@ def test_adapters_are_announced_within_the_limit_of_an_announcement_and_left_out
     assert "adapters" not in msgpack.unpackb(signed().signed.body)
 
 
+def test_a_unit_of_kv_is_announced_and_is_one_position_where_nothing_is_said() -> None:
+    one = signed(offer=replace(OFFER, kv_page=256))
+    assert unpack_announcement(one.signed.body, one.signed.signature).announcement.offer.in_pages(257) == 512
+    assert signed().announcement.offer.in_pages(257) == 257
+    assert "kv_page" not in msgpack.unpackb(signed().signed.body)
+    assert one.in_version_1 is not None and "kv_page" not in msgpack.unpackb(one.in_version_1.body)
+    body = msgpack.packb({**msgpack.unpackb(one.signed.body), "kv_page": 0})
+    with pytest.raises(RemoteProtocolError, match="kv_page"):
+        unpack_announcement(body, b"s" * 64)
+
+
 more = st.recursive(
     st.none() | st.integers(-(2**63), 2**64 - 1) | st.text(max_size=9) | st.binary(max_size=9) | st.booleans(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner, max_size=3),
