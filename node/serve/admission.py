@@ -91,15 +91,23 @@ class Admission:
         if not is_open:
             raise self._refusal(claim, "taken by others than sessions")
 
+    @property
+    def free(self) -> int:
+        """The free positions, without those that newcomers leave for sessions that grow."""
+        return max(0, self._worker.kv_tokens_free - self._queue.kept)
+
     def held(self, session: SessionId) -> int:
         """The positions that a session has KV for."""
         return self._queue.held(session)
 
-    async def reserve(self, session: SessionId, positions: int) -> None:
-        """See to it that a session that has come in has KV for `positions`. Others may have to go for more than it has.
+    async def reserve(self, session: SessionId, positions: int, *, copies: bool = False) -> None:
+        """See to it that a session that has come in has KV for `positions`, for a step, or for all of a copy if it
+        `copies` another session. Others may have to go for more than it has.
 
         If it has to go itself, its `evict` is called, and has to cancel this. Raises WorkerLost.
         """
+        if copies:
+            self._queue.copy(session, positions)
         if positions <= self._queue.held(session):
             return
         if session not in self._evict:  # it was told to go
@@ -123,7 +131,7 @@ class Admission:
             log.exception("no memory for the KV of a session")
             has_memory = False
         if not has_memory:
-            self._queue.end(session)
+            self._queue.end(session, is_moved=True)
             if self._evict.pop(session, None) is not None:
                 retry_after_s = self._retry_after_s(claim, positions)
                 evict(PeerRefused(RefusalCode.UNKNOWN_SESSION, FULL, retry_after_s=retry_after_s))
@@ -175,8 +183,11 @@ class Admission:
             evict(PeerRefused(RefusalCode.UNKNOWN_SESSION, MOVED, retry_after_s=retry_after_s))
 
     def _retry_after_s(self, claim: KvClaim, positions: int) -> float:
-        """When a session with this number of positions may come back."""
-        return self._queue.retry_after_s(replace(claim, at_once=positions), trio.current_time())
+        """When a session with this number of positions may come back.
+
+        It is above its share and can move nobody, so no forecast is spent on it: newcomers need them.
+        """
+        return self._queue.retry_after_s(replace(claim, at_once=positions), trio.current_time(), forecasts=False)
 
     def _forget(self, session: SessionId) -> None:
         self._queue.remove(session, trio.current_time())

@@ -131,7 +131,7 @@ class Role:
 
     def offer(self) -> Offer:
         """The offer that the node announces."""
-        worker, compute, blocks = self._worker, self.compute, len(self.span)
+        worker, served, compute, blocks = self._worker, self._server.served, self.compute, len(self.span)
         return Offer(
             model=self.model.name,
             profile=self.model.profile,
@@ -140,7 +140,7 @@ class Role:
             state=announced(self.state),
             block_us=compute.block_us(blocks),
             kv_tokens=0 if worker is None else worker.kv_tokens,
-            kv_tokens_free=0 if worker is None else worker.kv_tokens_free,
+            kv_tokens_free=0 if served is None else served.admission.free,
             kv_page=1 if worker is None else worker.kv_page,
             speed=announced_speed(compute, self.network, blocks, self.model.row_bytes, ProbePolicy().next_peers),
             moves_to=moves_to(self.state),

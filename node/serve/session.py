@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING
 import trio
 
 from llmnode import _native
-from llmnode.core import operations
 from llmnode.core.ids import PeerId, SessionId
 from llmnode.core.links.push_grants import ReplayBudget
-from llmnode.core.operations import Forward, Open, Truncate
+from llmnode.core.operations import Fork, Forward, Open, Truncate
 from llmnode.core.serving.kv_shares import KvClaim
 from llmnode.errors import ConfigError, PeerError, PeerRefused, RemoteProtocolError, WorkerLost
 from llmnode.node.serve.opened_terms import OpenedTerms
@@ -303,7 +302,7 @@ class ServerSession:
         self.stage.failed()
         for session in (action.source, frame.session):  # neither is computing
             self.served.admission.use(session, ends=True)
-        await self.served.admission.reserve(frame.session, frame.start)
+        await self.served.admission.reserve(frame.session, frame.start, copies=isinstance(action.operation, Fork))
         return self._decide_fork(frame)
 
     def _decide_fork(self, frame: Frame) -> Action:
@@ -319,14 +318,14 @@ class ServerSession:
             return Refuse(frame, RefusalCode.CONFLICT, f"the session to be copied has other {what}")
         return self.stage.fork(frame, source.stage if source is not None else None, request.shared)
 
-    async def _copy(self, frame: Frame, source: ServerSession, operation: operations.Fork | Truncate) -> None:
+    async def _copy(self, frame: Frame, source: ServerSession, operation: Fork | Truncate) -> None:
         outputs = source._outputs.copy() if source._outputs is not None else None  # as they are now, and the KV is
         try:
             self._memory.log(0 if outputs is None else outputs.size_bytes)
         except PeerRefused as refusal:
             await self._refuse_step(frame, refusal.code, refusal.reason)
             return
-        if isinstance(operation, operations.Fork) and source.served is not self.served:
+        if isinstance(operation, Fork) and source.served is not self.served:
             raise WorkerLost("the session to be copied has lost its worker")
         try:
             await self._worker.do(operation)

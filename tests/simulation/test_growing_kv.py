@@ -15,7 +15,8 @@ import pytest
 import trio
 
 from llmnode.core.ids import SESSION_ID_BYTES, Epoch, SessionId, Step
-from llmnode.core.policy import AdmissionPolicy, RecoveryPolicy
+from llmnode.core.policy import AdmissionPolicy, RecoveryPolicy, RoutePolicy
+from llmnode.core.serving.admission_queue import AdmissionQueue
 from llmnode.errors import PeerRefused
 from llmnode.swarm.peer_connection import open_connection
 from llmnode.testing import Conditions, check_kv_is_free, open_world, seeds, simulate
@@ -30,6 +31,7 @@ from simulation.world import ALL_BLOCKS, DELAY_S, KV_TOKENS, MODEL, ROW, Dialogu
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
 
+    from llmnode.core.serving.kv_shares import KvLease
     from llmnode.core.span import Span
     from llmnode.testing import World
     from llmnode.testing.world import SimulatedClient
@@ -168,6 +170,108 @@ async def test_a_session_that_cannot_grow_since_memory_has_run_out_goes_on_by_a_
         assert "others than sessions have the KV" in recovery.cause
         await session.close()
         await check_kv_is_free(swarm)
+
+
+@simulated
+async def test_a_server_announces_the_kv_that_a_newcomer_gets() -> None:
+    """It keeps some for sessions that grow."""
+    async with scarce() as swarm, AsyncExitStack() as stack:
+        node = await swarm.start("0", ALL_BLOCKS)
+        client, other = [
+            await stack.enter_async_context(swarm.client(PATIENT, name=each)) for each in ("client", "other")
+        ]
+        assert node.role.offer().kv_tokens_free == KV_TOKENS
+        for number in range(3):
+            session = await stack.enter_async_context(client.router.open_session(HALF, Codec.RAW))
+            await Dialogue(session, random.Random(number)).step(100)
+        announced = node.role.offer().kv_tokens_free
+        assert node.worker.kv_tokens_free - int(AdmissionPolicy().growth_share * KV_TOKENS) == announced > 0
+        opening = [other.router.open_session(length, Codec.RAW) for length in [PIECE] * (announced // PIECE)]
+        with trio.fail_after(1):
+            for each in opening:
+                await stack.enter_async_context(each)
+        assert node.role.offer().kv_tokens_free < PIECE
+        node.worker.executor.occupy(node.worker.kv_tokens_free)
+        assert node.role.offer().kv_tokens_free == 0
+
+
+@simulated
+async def test_a_replay_goes_where_there_is_kv_for_all_of_it() -> None:
+    """A faster server has KV for a newcomer alone."""
+    policy = replace(PATIENT, route=RoutePolicy(first_positions=PIECE))
+    async with scarce() as swarm, AsyncExitStack() as stack:
+        await swarm.start("first", ALL_BLOCKS, said_us=1)
+        client = await stack.enter_async_context(swarm.client(policy))
+        session = await stack.enter_async_context(client.router.open_session(HALF, Codec.RAW))
+        dialogue = Dialogue(session, random.Random(1))
+        await dialogue.step(100)
+        fast, slow = await swarm.start("fast", ALL_BLOCKS, said_us=500), await swarm.start("slow", ALL_BLOCKS)
+        fast.worker.executor.occupy(KV_TOKENS - 50)
+        fast.role.announce()
+        await trio.sleep(20)
+        swarm.kill("first")
+        await dialogue.step(1)
+        assert session.route[0].peer == slow.peer
+        assert not fast.worker.executor.refused, "it was not asked"
+        newcomer = await stack.enter_async_context(client.router.open_session(HALF, Codec.RAW))
+        assert newcomer.route[0].peer == fast.peer
+
+
+@simulated
+async def test_a_session_that_is_copied_again_and_again_has_none_in_use_leave_that_has_just_come_in() -> None:
+    """It is within its share. The sessions of the other client are not, and each of them would have to be replayed."""
+    async with scarce() as swarm, AsyncExitStack() as stack:
+        await swarm.start("0", ALL_BLOCKS)
+        honest, hostile = [await stack.enter_async_context(swarm.client(PATIENT, name=each)) for each in ("a", "b")]
+        dialogues: list[Dialogue] = []
+        for number in range(2):
+            session = await stack.enter_async_context(honest.router.open_session(HALF, Codec.RAW))
+            dialogues.append(Dialogue(session, random.Random(number), policy=WAITING))
+            await dialogues[-1].step(160)
+        source = await stack.enter_async_context(hostile.router.open_session(HALF, Codec.RAW))
+        await Dialogue(source, random.Random(2)).step(48)
+
+        async def copy() -> None:
+            while True:
+                async with hostile.router.open_session(HALF, Codec.RAW, source) as copied:
+                    await source.fork([copied])
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(copy)
+            until_s = trio.current_time() + AdmissionPolicy().keeps_s / 2
+            while trio.current_time() < until_s:
+                for each in dialogues:
+                    await each.step(1)
+                    await trio.sleep(0.5)
+            nursery.cancel_scope.cancel()
+        assert not any(each.session.recoveries for each in dialogues)
+
+
+@simulated
+async def test_sessions_that_have_to_go_cost_newcomers_no_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
+    spent: list[float] = []
+    moves_in_s = AdmissionQueue._moves_in_s
+
+    def counted(queue: AdmissionQueue, lease: KvLease, wanted: int, now_s: float) -> float:
+        spent.append(now_s)
+        return moves_in_s(queue, lease, wanted, now_s)
+
+    monkeypatch.setattr(AdmissionQueue, "_moves_in_s", counted)
+    async with scarce() as swarm, AsyncExitStack() as stack:
+        node = await swarm.start("0", ALL_BLOCKS)
+        hog, honest = [await stack.enter_async_context(swarm.client(PATIENT, name=each)) for each in ("hog", "honest")]
+        dialogues: list[Dialogue] = []
+        for number in range(4):
+            session = await stack.enter_async_context(hog.router.open_session(HALF, Codec.RAW))
+            dialogues.append(Dialogue(session, random.Random(number)))
+            await dialogues[-1].step(90)
+        await trio.sleep(AdmissionPolicy().idle_s)
+        spent.clear()
+        session = await stack.enter_async_context(honest.router.open_session(HALF, Codec.RAW))
+        await Dialogue(session, random.Random(5)).step(100)
+        hops = [hop for each in dialogues for hop in each.session._hops.hops]
+        assert sum(hop.session not in node.server.sessions for hop in hops) == 1
+        assert not spent
 
 
 SOURCE, COPY, OTHER = (SessionId(letter * SESSION_ID_BYTES) for letter in (b"s", b"c", b"o"))

@@ -55,6 +55,7 @@ class Offer:
     kv_tokens: int
     """Positions that all its sessions together may hold: a longer one will never fit. 0 while it is joining."""
     kv_tokens_free: int
+    """Those that a new session may have now. More may be free, which sessions here may still need."""
     speed: AnnouncedSpeed = UNMEASURED
     moves_to: Span | None = None
     """The blocks that the peer is going to serve instead: it loads them already, or once its sessions have ended."""

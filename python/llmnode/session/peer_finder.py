@@ -133,12 +133,20 @@ class PeerFinder:
         self._suspicion.suspect(peers, trio.current_time())
 
     async def find(
-        self, span: Span, positions: int, avoid: Collection[PeerId], *, hurry: bool, beside: Collection[PeerId] = ()
+        self,
+        span: Span,
+        positions: int,
+        avoid: Collection[PeerId],
+        *,
+        hurry: bool,
+        beside: Collection[PeerId] = (),
+        at_once: int = 0,
     ) -> tuple[Route, Mapping[PeerId, PeerConnection]]:
         """Hops that cover `span`, over peers not in `avoid`; in a `hurry` also over peers that have failed lately.
 
-        If possible they have KV for that number of `positions`, and are not at the peers `beside`, which have other
-        hops of the session. Raises NoRoute, or the PeerError of a peer that could not be reached.
+        If possible they have KV for the first of these `positions`, of which a replay needs `at_once`. If possible they
+        are not at the peers `beside`, which have other hops of the session. Raises NoRoute, or the PeerError of a peer
+        that could not be reached.
         """
         usable = [
             each
@@ -146,7 +154,7 @@ class PeerFinder:
             if each.peer not in avoid and (hurry or not self._is_banned(each))
         ]
         try:
-            costs = self._costs(usable, positions, beside=beside)
+            costs = self._costs(usable, positions, beside=beside, at_once=at_once)
             route = find_detour(span, _held(usable), costs, self._ways(usable))
         except NoRoute as error:
             raise NoRoute(error.missing, self._hint(error.missing, positions, avoid)) from None
@@ -291,15 +299,16 @@ class PeerFinder:
         *,
         explores: bool = False,
         beside: Collection[PeerId] = (),
+        at_once: int = 0,
     ) -> dict[PeerId, HopCost]:
         """Costs by what peers say of themselves, as far as it is believed, and by what we have seen of them.
 
-        Suspected peers, those without KV for the first `positions`, those that have a hop `beside`, and those that were
-        never reached where others could not be are dearer.
+        Suspected peers, those without KV for the first `positions` (the part that comes `at_once`, and a piece), those
+        that have a hop `beside`, and those that were never reached where others could not be are dearer.
         """
         now_s, round_trips_s = trio.current_time(), self.reaching.round_trips_s()
         sessions = {each.peer: len(each.sessions) for each in self.pool.living()}
-        row_bytes, first = self.model.row_bytes, min(positions, self.policy.route.first_positions)
+        row_bytes, first = self.model.row_bytes, min(positions, at_once + self.policy.route.first_positions)
         candidates = [
             candidate_of(each, row_bytes, round_trips_s.get(each.peer), sessions.get(each.peer, 0))
             for each in announcements
@@ -309,7 +318,8 @@ class PeerFinder:
         for each in announcements:
             penalty, cost = self._suspicion.penalty(each.peer, now_s), believed[each.peer]
             penalty *= self.policy.route.second_hop_cost if each.peer in beside else 1.0
-            is_full = each.offer.kv_tokens_free < first or self._full_until_s.get(each.peer, 0.0) > now_s
+            is_full = each.offer.kv_tokens_free < each.offer.in_pages(first)
+            is_full = is_full or self._full_until_s.get(each.peer, 0.0) > now_s
             wait_s = self.policy.route.full_cost_s if is_full else 0.0
             if each.peer not in reached and not self._standing.is_proven(each.peer, now_s):
                 wait_s += self.reaching.doubt_s(each)

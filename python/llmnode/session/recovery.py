@@ -91,7 +91,8 @@ class Recoverer:
             try:
                 avoided = failures.avoided(hurry=hurry)
                 beside = {each.hop.peer for each in hops.hops if each.failure is None}
-                found = await finder.find(lost.hop.span, hops.terms.max_length, avoided, hurry=hurry, beside=beside)
+                length, at_once = hops.terms.max_length, self._state.position
+                found = await finder.find(lost.hop.span, length, avoided, hurry=hurry, beside=beside, at_once=at_once)
                 others = await hops.rebuild(lost, *found, failures)
             except NoRoute as absence:
                 missing = absence

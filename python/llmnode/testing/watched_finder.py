@@ -36,10 +36,10 @@ class WatchedFinder(PeerFinder):
             self.banned.append((trio.current_time(), error))
 
     async def find(
-        self, span: Span, positions: int, avoid: Collection[PeerId], *, hurry: bool, beside: Collection[PeerId] = ()
+        self, span: Span, positions: int, avoid: Collection[PeerId], *, hurry: bool, **near: Any
     ) -> tuple[Route, Mapping[PeerId, PeerConnection]]:
         asked_s, failures = trio.current_time(), len(self.failures)
-        route, connections = await super().find(span, positions, avoid, hurry=hurry, beside=beside)
+        route, connections = await super().find(span, positions, avoid, hurry=hurry, **near)
         if not hurry:
             self.found.append((asked_s, failures, route))
         return route, connections

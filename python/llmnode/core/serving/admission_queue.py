@@ -72,7 +72,8 @@ class AdmissionQueue:
         self._policy = policy
         self._page = page
         self._leases: dict[SessionId, KvLease] = {}
-        self._stays_s: deque[float] = deque(maxlen=policy.stays_kept)
+        self._stays: deque[tuple[float, bool]] = deque(maxlen=policy.stays_kept)
+        """For how long the latest sessions had KV, and whether they ended of themselves."""
         self._known: _Standing | None = None
         self._first_tried = 0
         """Those that wait before this place in the queue were tried at the last look."""
@@ -82,6 +83,11 @@ class AdmissionQueue:
     @property
     def free(self) -> int:
         return self._standing.free
+
+    @property
+    def kept(self) -> int:
+        """The positions that newcomers leave for sessions that grow."""
+        return self._standing.kept
 
     @property
     def waiting(self) -> int:
@@ -135,9 +141,14 @@ class AdmissionQueue:
         wanted = min(lease.later, self.in_pages(ceil(positions / piece) * piece) - lease.positions)
         assert 0 < least <= lease.later, "it has that, or has claimed less"
         unasked = (self.free - self._standing.lacking) // self._page * self._page
-        lease.growing = max(least, min(wanted, unasked))
+        lease.growing, lease.grows_to = max(least, min(wanted, unasked)), positions
         lease.later -= lease.growing
         self._known = None
+
+    def copy(self, session: SessionId, positions: int) -> None:
+        """A session that has come in becomes a copy of another one up to this position. An unknown one does nothing."""
+        if (lease := self._leases.get(session)) is not None:
+            lease.copied = positions
 
     def give_up(self, session: SessionId) -> None:
         """It grows no more than it has. An unknown one does nothing."""
@@ -151,16 +162,20 @@ class AdmissionQueue:
         """
         standing, lease = self._standing, self._leases[session]
         missing = sum(each.positions + each.growing for each in standing.inside) - self.positions
-        chosen = choose_leaving(standing.shares, lease, missing, now_s) if missing > 0 else ()
+        spares = lease.copied > 0 and lease.grows_to <= lease.copied + self._policy.first_positions
+        chosen = choose_leaving(standing.shares, lease, missing, now_s, spares=spares) if missing > 0 else ()
         for each in chosen:
-            each.is_leaving = True
+            each.is_leaving = each.is_moved = True
             self._known = None
         return [each.session for each in chosen]
 
-    def end(self, session: SessionId) -> None:
-        """It leaves of itself, and holds its KV until it is removed. An unknown one does nothing."""
+    def end(self, session: SessionId, *, is_moved: bool = False) -> None:
+        """It leaves, of itself unless it `is_moved`, and holds its KV until it is removed.
+
+        An unknown one does nothing.
+        """
         if (lease := self._leases.get(session)) is not None:
-            lease.is_leaving = True
+            lease.is_leaving, lease.is_moved = True, lease.is_moved or is_moved
             self._known = None
 
     def use(self, session: SessionId, now_s: float, *, ends: bool) -> None:
@@ -201,7 +216,7 @@ class AdmissionQueue:
                     failed[lease.peer] = positions
                     continue
                 for each in moves:
-                    each.is_leaving = True
+                    each.is_leaving = each.is_moved = True
                     coming += each.positions
                     chosen.append(each.session)
                 self._known = None
@@ -216,24 +231,26 @@ class AdmissionQueue:
         if (left := self._leases.pop(session, None)) is not None:
             self._known = None
             if left.is_inside:
-                self._stays_s.append(now_s - left.since_s)
+                self._stays.append((now_s - left.since_s, not left.is_moved))
 
-    def retry_after_s(self, claim: KvClaim, now_s: float) -> float:
+    def retry_after_s(self, claim: KvClaim, now_s: float, *, forecasts: bool = True) -> float:
         """The time until there may be space for such a session, after those whose turn comes before.
 
-        That is when sessions have ended, if they stay as long as they have till now, or when some may be moved.
+        That is when sessions have ended, if they stay as long as they have till now, or when some may be moved, if it
+        `forecasts` that.
         """
         policy, standing = self._policy, self._standing
         asking = self._newcomer(NO_SESSION, claim, now_s)
         turn = self._turn(asking, now_s)
         before = sum(each.needed for each in standing.waiting if self._turn(each, now_s) <= turn)
         missing, held = asking.needed + before - standing.coming, self.positions - standing.free
-        # Those that are still here count too, or only short ones would: the likeliest mean of an exponential stay.
-        here_s = len(standing.inside) * now_s - standing.since_s
-        stay_s = (sum(self._stays_s) + here_s) / max(1, len(self._stays_s))
+        # The time of those that are still here, or were moved, counts too: this is the likeliest mean of an exponential
+        # stay. Otherwise only short stays would count.
+        here_s, ended = len(standing.inside) * now_s - standing.since_s, sum(itself for _, itself in self._stays)
+        stay_s = (sum(stay_s for stay_s, _ in self._stays) + here_s) / max(1, ended)
         ends_s = stay_s * missing / held if held else 0.0
-        moves_s = self._moves_in_s(asking, missing, now_s) if missing > 0 else 0.0
-        if self._stays_s or moves_s == inf:  # else nothing is known of stays
+        moves_s = 0.0 if missing <= 0 else self._moves_in_s(asking, missing, now_s) if forecasts else inf
+        if ended or moves_s == inf:  # else nothing is known of stays
             moves_s = min(moves_s, ends_s)
         return max(policy.least_retry_s, min(moves_s, policy.longest_retry_s))
 

@@ -5,6 +5,9 @@ A session that grows within its holder's share has sessions leave whose holders 
 share it has younger ones leave: those of its holder, and those of other holders above their share that are not less
 than half as large. Otherwise it leaves itself. So nobody within a share pays for others, and the oldest of the sessions
 above it go on. Those that left come back by a replay, as preempted requests of vLLM do (Kwon et al. 2023, section 4.5).
+
+A copy (FORK) costs its client nothing, and the replay of a session that left costs a prefill. So until a copy has
+computed a piece of its own, sessions of others in use are kept from it, as they are from newcomers.
 """
 
 from __future__ import annotations
@@ -21,10 +24,10 @@ LEAST_PART = 2
 """Beyond its share, a session has others leave only of a holder that has at least this part of its own holder's KV."""
 
 
-def choose_leaving(shares: KvShares, lease: KvLease, missing: int, now_s: float) -> Sequence[KvLease]:
+def choose_leaving(shares: KvShares, lease: KvLease, missing: int, now_s: float, *, spares: bool) -> Sequence[KvLease]:
     """The leases that go, so that `lease`, which has KV, gets `missing` positions more than are free.
 
-    It may be this lease alone.
+    It may be this lease alone. If it `spares` them, sessions of others that are kept (`KvShares.is_kept`) stay.
     """
     of_peer = shares.is_entitled(lease)[1]
     groups, peers = Counter(shares.of_group), Counter(shares.of_peer)
@@ -35,6 +38,8 @@ def choose_leaving(shares: KvShares, lease: KvLease, missing: int, now_s: float)
         is_younger = each.since_s > lease.since_s or shares.is_idle(each, now_s)
         if each.peer == lease.peer:
             return is_younger
+        if spares and shares.is_kept(each, now_s):
+            return False
         if peers[each.peer] <= shares.share_within(each.group):
             return False
         if each.group == lease.group:
@@ -44,8 +49,9 @@ def choose_leaving(shares: KvShares, lease: KvLease, missing: int, now_s: float)
         of_all = of_peer and groups[lease.group] + lease.needed <= shares.share
         return of_all or (is_younger and LEAST_PART * groups[each.group] >= group_gets)
 
-    def rank(each: KvLease) -> tuple[bool, bool, float]:
-        return not shares.is_idle(each, now_s), of_peer and each.peer == lease.peer, -each.since_s
+    def rank(each: KvLease) -> tuple[bool, bool, bool, float]:
+        is_used, is_busy = not shares.is_unused(each, now_s), not shares.is_idle(each, now_s)
+        return is_used, is_busy, of_peer and each.peer == lease.peer, -each.since_s
 
     chosen: dict[int, KvLease] = {}
     others = sorted((each for each in shares.inside if each is not lease), key=rank)

@@ -3,8 +3,8 @@
 KV is shared by address group, and within a group by peer, since identities are free. A group that wants less than an
 equal share gets that, and the others share the rest (max-min fairness). Sessions go from holders above their share,
 for those that stay within theirs. So what was moved cannot move others to come back, unless these are idle. Idle
-sessions go first. A session in use goes only if its holder still has as much as the one that waits then has, and not
-soon after it came in.
+sessions go first, and of these the unused ones, since nothing is lost. A session in use goes only if its holder still
+has as much as the one that waits then has, and not soon after it came in.
 """
 
 from __future__ import annotations
@@ -52,6 +52,12 @@ class KvLease:
     """The positions of its claim that it does not need yet."""
     growing: int = 0
     """The positions that it needs beside those that it has, if it `is_inside`."""
+    grows_to: int = 0
+    """The position that it has to reach now."""
+    copied: int = 0
+    """It became a copy of another session up to this position."""
+    is_moved: bool = False
+    """It leaves since others need its KV."""
 
     @property
     def positions(self) -> int:
@@ -142,10 +148,10 @@ class KvShares:
         of_peers: defaultdict[tuple[str, PeerId], list[KvLease]] = defaultdict(list)
         for each in self._leases:
             is_above = each.is_inside and self.of_peer[each.peer] > self.share_within(each.group)
-            if is_above and (self.is_idle(each, now_s) or now_s >= each.since_s + self._policy.keeps_s):
+            if is_above and not self.is_kept(each, now_s):
                 of_peers[each.peer].append(each)
         for own in of_peers.values():
-            own.sort(key=lambda each: (self.is_idle(each, now_s), -each.used_s))
+            own.sort(key=lambda each: (self.is_unused(each, now_s), self.is_idle(each, now_s), -each.used_s))
         return of_peers
 
     def choose_moves(
@@ -203,13 +209,21 @@ class KvShares:
         if above <= 0:
             return None
         is_idle = self.is_idle(each, now_s)
-        if not is_idle and (left < gets or now_s < each.since_s + self._policy.keeps_s):
+        if self.is_kept(each, now_s) or (not is_idle and left < gets):
             return None
-        return is_idle, held.of_group[each.group], of_peer, -each.used_s
+        return self.is_unused(each, now_s), is_idle, held.of_group[each.group], of_peer, -each.used_s
 
     def is_idle(self, each: KvLease, now_s: float) -> bool:
         """Whether it was not used for `AdmissionPolicy.idle_s`, or at all for `unused_s`."""
         return now_s >= each.idle_from_s(self._policy)
+
+    def is_unused(self, each: KvLease, now_s: float) -> bool:
+        """Whether it is idle, and has computed nothing."""
+        return not each.has_computed and self.is_idle(each, now_s)
+
+    def is_kept(self, each: KvLease, now_s: float) -> bool:
+        """Whether it is in use, and has had its KV for less than `AdmissionPolicy.keeps_s`."""
+        return now_s < each.since_s + self._policy.keeps_s and not self.is_idle(each, now_s)
 
     def _is_within(self, held: int, wanted: int, share: float) -> bool:
         return held + wanted <= share or (not held and wanted <= self._policy.first_positions)

@@ -225,6 +225,50 @@ def test_before_any_session_has_ended_those_that_are_here_tell_how_long_one_stay
     assert hall.retry_after_s(10) == POLICY.longest_retry_s
 
 
+def test_sessions_that_had_to_leave_do_not_count_as_if_they_had_ended() -> None:
+    """Each fills the server. They stay for a minute if they may, and one has to go after a second."""
+    hall = Hall()
+    for stay_s, is_moved in ((60.0, False), *[(1.0, True)] * 30, (60.0, False)):
+        number = hall.ask(POSITIONS)
+        assert hall.admit() == [number]
+        hall.now_s += stay_s
+        if is_moved:
+            hall.queue.end(name(number), is_moved=True)
+        hall.queue.end(name(number))
+        hall.leave(number)
+    hall.ask(POSITIONS)
+    hall.admit()
+    assert hall.retry_after_s(POSITIONS // 2) == pytest.approx((2 * 60 + 30) / 2 / 2)
+
+
+@pytest.mark.parametrize("why", ["for one that waits", "for one that grows"])
+def test_sessions_that_others_move_had_to_leave(why: str) -> None:
+    queue = a_full_server(40, POLICY)
+    if why == "for one that waits":
+        queue.add(name(100), claim(1, client=100), 100.0)
+        (moved,) = queue.choose_moves(100.0)
+    else:
+        grown = queue._leases[name(0)]
+        grown.claim, grown.later = replace(grown.claim, positions=2), 1
+        queue.grow(name(0), 2)
+        (moved,) = queue.choose_leaving(name(0), 100.0)
+    queue.remove(moved, 100.0)
+    queue.remove(name(39), 100.0)
+    assert [itself for _, itself in queue._stays] == [False, moved != name(39)]
+
+
+def test_no_forecast_is_spent_on_a_session_that_is_told_when_sessions_end() -> None:
+    queue = a_full_server(40, policy := AdmissionPolicy(stays_kept=1))
+    queue.remove(name(0), 1000.0)
+    queue.add(name(50), claim(1, client=0), 1000.0)
+    queue.admit(1000.0)
+    for number in (*range(1, 40), 50):
+        queue.use(name(number), 1000.0, ends=True)
+    told_s = {queue.retry_after_s(claim(1, client=100), 1000.0, forecasts=False) for _ in range(100)}
+    assert told_s == {policy.longest_retry_s}, "one session has ended in 1000 s"
+    assert queue.retry_after_s(claim(1, client=100), 1000.0) == policy.idle_s
+
+
 def a_full_server(sessions: int, policy: AdmissionPolicy) -> AdmissionQueue:
     """They hold all its positions, and belong to 40 clients. None of them is in use any more."""
     queue = AdmissionQueue(sessions, policy)

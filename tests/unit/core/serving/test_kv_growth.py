@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -48,6 +49,11 @@ class Server:
             self.used.setdefault(number, 0)
             self.queue.use(name(number), self.now_s, ends=True)
         return admitted
+
+    def copy(self, number: int, positions: int) -> list[int]:
+        """Become a copy of a session that uses this many. Returns the sessions that had to leave."""
+        self.queue.copy(name(number), positions)
+        return self.step(number, positions - self.used[number])
 
     def step(self, number: int, positions: int) -> list[int]:
         """Use this many more positions. Returns the sessions that had to leave."""
@@ -167,6 +173,42 @@ def test_a_client_that_opens_many_sessions_loses_them_to_one_that_grows_within_i
         if number != honest and number in server.used:
             assert honest not in server.step(number, 50)
     assert server.used[honest] == 54, "whatever the others do"
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_copies_have_no_sessions_in_use_leave_that_have_just_come_in(steps: int) -> None:
+    """A copy costs its client nothing, so it could be made again and again. The first steps after it cost little."""
+
+    def of_a_copy(length: int, pause_s: float) -> tuple[Server, list[int]]:
+        server = Server(AdmissionQueue(POSITIONS, POLICY))
+        for number in (0, 1):
+            server.step(server.ask(POSITIONS, 0), 48)
+            server.queue.use(name(number), server.now_s, ends=False)
+        made = server.ask(POSITIONS, 1)
+        server.now_s += pause_s
+        gone = server.copy(made, length - steps)
+        return server, gone or server.step(made, steps) if steps else gone
+
+    keeps_s = POLICY.keeps_s
+    assert of_a_copy(24, 0)[1] == [], "there is space"
+    assert of_a_copy(25, keeps_s - 1)[1] == [2], "it leaves itself"
+    assert of_a_copy(25, keeps_s)[1] == [0]
+    server, gone = of_a_copy(16, 0)
+    assert not gone and server.step(2, PIECE) == [], "it has computed a piece"
+    assert server.step(2, 1) == [0]
+
+
+def test_a_copy_has_sessions_leave_that_have_computed_nothing() -> None:
+    server = Server(AdmissionQueue(POSITIONS, POLICY))
+    for _ in range(3):
+        server.ask(POSITIONS, 0, at_once=24)
+    for number in (0, 1):
+        server.step(number, 32)
+        server.queue.use(name(number), server.now_s, ends=False)
+    server.queue._leases[name(2)].has_computed = False
+    made = server.ask(POSITIONS, 1)
+    server.now_s += POLICY.unused_s
+    assert server.copy(made, 40) == [2]
 
 
 def test_a_session_grows_by_the_part_of_a_piece_that_is_free_and_not_by_single_positions() -> None:

@@ -147,6 +147,17 @@ def test_idle_sessions_go_before_busy_ones_and_the_longest_idle_first() -> None:
     assert KvShares([busy, *idle, honest], 40, POLICY).choose_moves(honest, 20, NOW_S) == [idle[1], idle[2]]
 
 
+def test_sessions_that_have_computed_nothing_go_first() -> None:
+    """They are idle sooner than others, and not before that."""
+    idle, unused, new = [lease("A", "x", 10, used_s) for used_s in (IDLE_S, NOW_S - POLICY.unused_s, NOW_S - 1)]
+    unused.has_computed = new.has_computed = False
+    larger, honest = lease("C", "z", 40, IDLE_S), lease("B", "y", 0, wanted=10)
+    others = [honest, lease("D", "w", 0, wanted=60)]
+    for held in ([idle, unused, new, larger], [new, unused, idle], [larger, idle, unused, new]):
+        total = sum(each.positions for each in held)
+        assert KvShares([*held, *others], total, POLICY).choose_moves(honest, 10, NOW_S) == [unused]
+
+
 def test_a_choice_among_thousands_of_small_sessions_looks_at_each_only_a_few_times(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
