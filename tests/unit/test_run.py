@@ -10,7 +10,7 @@ import pytest
 
 SCRIPT = Path(__file__).parents[2] / "tests" / "run"
 FUNCTIONS = SCRIPT.read_text().partition("\nnode/llmnode setup")[0]
-GROUPS = re.findall(r"^\s+for group in (.+); do$", FUNCTIONS, re.MULTILINE)[0].split()
+GROUPS = re.findall(r"^(\w+)\(\) \{ .*pytest --durations", FUNCTIONS, re.MULTILINE)
 
 
 def all_tests(mktemp: str, failing: str = "") -> subprocess.CompletedProcess[str]:
@@ -29,6 +29,7 @@ def test_each_group_is_run_once() -> None:
     done = all_tests("command mktemp -d")
     assert done.returncode == 0, done.stderr
     assert ran(done) == sorted(GROUPS)
+    assert len(GROUPS) == 6
 
 
 def test_a_group_that_fails_fails_all_and_the_others_run() -> None:
