@@ -185,7 +185,7 @@ class Admission:
     def _retry_after_s(self, claim: KvClaim, positions: int) -> float:
         """When a session with this number of positions may come back.
 
-        It is above its share and can move nobody, so no forecast is spent on it: newcomers need them.
+        No forecast is spent on it: newcomers need them, and a holder above its share could move nobody.
         """
         return self._queue.retry_after_s(replace(claim, at_once=positions), trio.current_time(), forecasts=False)
 
