@@ -2,7 +2,8 @@
 
 It answers with the frames that the protocol knows, meets no error that nobody foresaw, and keeps nothing. By default
 some thousands of sequences are drawn; LLMNODE_SEQUENCES=1000000 draws more, and LLMNODE_FIRST_SEQUENCE is the first.
-LLMNODE_SEQUENCES_AT_ONCE=16 plays this number of them beside each other, which takes less time for each.
+LLMNODE_SEQUENCES_AT_ONCE=16 plays this number of them beside each other, which takes less time for each. Where KV is
+scarce, the sessions of sequences beside each other have each other leave.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from llmnode.core.ids import Epoch, PeerId
 from llmnode.core.policy import AdmissionPolicy, ServePolicy
 from llmnode.core.span import Span
 from llmnode.errors import PeerUnreachable
+from llmnode.node.serve.admission import MOVED
 from llmnode.node.serve.next_hops import no_next_hop
 from llmnode.node.serve.server import Server
 from llmnode.node.serve.server_link import ServerLink
@@ -46,7 +48,9 @@ if TYPE_CHECKING:
     from llmnode.testing.network import MemoryNetwork
 
 SEQUENCES = 3000
-KV_TOKENS = 200
+KV_TOKENS = {"enough KV": 200, "scarce KV": 5}
+"""For each of the sequences that are played at once."""
+SCARCE_AT_ONCE = 16
 WARM_UP = 500
 GROWTH_BLOCKS = 3000
 """Blocks of Python's allocator: caches fill up. A leak of one object a sequence is more, from some thousands on."""
@@ -108,7 +112,8 @@ class PlainLink:
         assert frame.type in ANSWERS, frame
         kind: str = frame.type.name
         if frame.type is FrameType.REFUSAL:
-            kind = RefusalCode(unpack(Refusal, frame.meta).code)
+            refusal = unpack(Refusal, frame.meta)
+            kind = "moved" if refusal.message == MOVED else RefusalCode(refusal.code)
         self.answers[kind] += 1
         await trio.lowlevel.cancel_shielded_checkpoint()
 
@@ -242,15 +247,16 @@ def quiet() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("kv", KV_TOKENS)
 @simulated
-async def test_frames_in_any_order_leave_nothing_behind() -> None:
+async def test_frames_in_any_order_leave_nothing_behind(kv: str) -> None:
     answers: Counter[str] = Counter()
     first = int(os.environ.get("LLMNODE_FIRST_SEQUENCE", "0"))
-    sequences = int(os.environ.get("LLMNODE_SEQUENCES", str(SEQUENCES)))
-    at_once = int(os.environ.get("LLMNODE_SEQUENCES_AT_ONCE", "1"))
+    sequences = int(os.environ.get("LLMNODE_SEQUENCES", str(SEQUENCES if kv == "enough KV" else SEQUENCES // 3)))
+    at_once = int(os.environ.get("LLMNODE_SEQUENCES_AT_ONCE", "1" if kv == "enough KV" else str(SCARCE_AT_ONCE)))
     async with open_internet() as internet:
         network: MemoryNetwork = internet.network("server")
-        worker = ExactWorker(Span(0, EXACT_MODEL.blocks), EXACT_MODEL.row_bytes, KV_TOKENS * at_once)
+        worker = ExactWorker(Span(0, EXACT_MODEL.blocks), EXACT_MODEL.row_bytes, KV_TOKENS[kv] * at_once)
         server = Server(network, EXACT_MODEL, POLICY, on_bug=raise_bug)
         next_hop = NextHop(answers)
         server.next_hops = next_hop  # type: ignore[assignment]
@@ -281,6 +287,9 @@ async def test_frames_in_any_order_leave_nothing_behind() -> None:
     if sequences > WARM_UP + at_once:
         assert grew < GROWTH_BLOCKS
         assert more_tasks == 0
+        if kv == "scarce KV":
+            assert answers["moved"] and answers["FORKED"]
+            return
         of_opens = {RefusalCode.WRONG_MODEL, RefusalCode.UNKNOWN_CODEC}
         never = of_opens | {RefusalCode.UNKNOWN_FRAME, RefusalCode.UNKNOWN_EXTENSION, RefusalCode.OVERFLOW}
         reached = {
