@@ -21,6 +21,7 @@ from llmnode.core.serving.kv_memory import parse_memory
 from llmnode.core.span import parse_span
 from llmnode.errors import ConfigError, PeerError, single_error
 from llmnode.machine.hardware import hardware
+from llmnode.machine.resident import resident_bytes
 from llmnode.net.addresses import LISTEN_ANY_LOOPBACK
 from llmnode.net.directory import open_directory
 from llmnode.net.host import open_network
@@ -33,6 +34,7 @@ from llmnode.node.running_node import RunningNode
 from llmnode.node.serve.conduct import Conduct
 from llmnode.node.serve.links import accept_links, answer_as_relay
 from llmnode.node.serve.network_speed import keep_measuring
+from llmnode.node.serve.own_figures import OwnFigures
 from llmnode.node.serve.placing import choose_blocks, choose_precision
 from llmnode.node.serve.rebalance import rebalance
 from llmnode.node.serve.role import Role
@@ -157,6 +159,7 @@ async def open_node(
         ):
             adapters = await own_adapters(config.adapters, model, report)
             span = await choose_blocks(config.blocks, model, source, swarm)
+            base_bytes = await trio.to_thread.run_sync(resident_bytes)
             server = Server(network, model, ServePolicy(), swarm, pushes, adapters)
             role = Role(
                 source,
@@ -168,10 +171,14 @@ async def open_node(
                 measure=measure_for(config),
                 measure_beside=measure_for(config, keeps=False),
             )
-            node = RunningNode(network, model, swarm, server, role, source, way_in.key is not None)
+            figures = OwnFigures(role, server, source, base_bytes)
+            server.figures = figures.now
+            node = RunningNode(network, model, swarm, server, role, source, figures, way_in.key is not None)
             async with trio.open_nursery() as nursery:
                 report(f"reading blocks {span} of {model.name}")
                 await nursery.start(role.run)
+                await figures.look()
+                nursery.start_soon(figures.keep_looking)
                 nursery.start_soon(serve_links, server)
                 serves.set()
                 nursery.start_soon(node.follow_addresses, report_addresses)

@@ -1,5 +1,5 @@
 """The open sessions, connections and memory of a serving node at a moment: `kill -USR1 PID` has it printed. It helps to
-find a leak.
+find a leak. And what it was predicted to do, beside what it does.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import psutil
 import trio
 
+from llmnode.node.status import figures_json, figures_line
 from llmnode.node.terminal import show_json, tell
 
 if TYPE_CHECKING:
@@ -68,3 +69,13 @@ async def introspect_when_signalled(
                 show_json({"event": "readout", **counts})
             else:
                 tell(", ".join(f"{name} {count}" for name, count in counts.items()))
+            tell_figures(node, as_json=as_json)
+
+
+def tell_figures(node: RunningNode, *, as_json: bool) -> None:
+    """Print what the node was predicted to do when it joined, beside what it does."""
+    if (figures := node.figures.now()) is not None:
+        if as_json:
+            show_json({"event": "figures", **figures_json(figures), "text": figures_line(figures)})
+        else:
+            tell(figures_line(figures))

@@ -25,6 +25,7 @@ from llmnode.core.route import uncovered
 from llmnode.core.speed import ComputeSpeed, NetworkSpeed, announced_speed
 from llmnode.core.view import online
 from llmnode.errors import ConfigError, PeerError
+from llmnode.machine.resident import resident_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -55,6 +56,8 @@ class OwnNode:
     kv_tokens: int
     kv_bytes: int
     """The keys and values of all these positions."""
+    base_bytes: int = 0
+    """The memory of the program itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +148,7 @@ async def make_plan(
         span = await choose_blocks(config.blocks, model, source, swarm)
         servers = _servers(model, swarm)
         report(f"reading blocks {span} of {model.name}")
+        base_bytes = await trio.to_thread.run_sync(resident_bytes)
         worker = await source.load(span)
         compute = await measure_for(config)(worker, model)
         kv_tokens, weights_bytes = worker.kv_tokens, source.tensor_bytes
@@ -154,7 +158,7 @@ async def make_plan(
         round_trips_s = await _round_trips(swarm, servers)
         token_s, kv_token_bytes = await trio.to_thread.run_sync(_time_ends, config, model, abandon_on_cancel=True)
     kv_bytes = kv_tokens * kv_token_bytes * len(span)
-    node = OwnNode(span, compute, network, weights_bytes, kv_tokens, kv_bytes)
+    node = OwnNode(span, compute, network, weights_bytes, kv_tokens, kv_bytes, base_bytes)
     return Plan(model, servers, node, ClientPlace(round_trips_s, token_s, network.upload_bytes_per_s), prompt_tokens)
 
 
@@ -221,6 +225,7 @@ def as_json(plan: Plan) -> dict[str, Any]:  # Any: JSON
             "weights_bytes": node.weights_bytes,
             "kv_tokens": node.kv_tokens,
             "kv_bytes": node.kv_bytes,
+            "base_bytes": node.base_bytes,
         },
         "round_trips_us": {peer: round(1e6 * each) for peer, each in plan.client.round_trips_s.items()},
         "without": swarm_json(plan.without),

@@ -172,7 +172,7 @@ def _note(server: ServerProcess, event: dict[str, Any]) -> None:  # Any: JSON
         server.listening = event["listening"][0]
         server.tensor_bytes = event["tensor_bytes"]
         server.ready.set()
-    else:
+    elif event["event"] != "figures":
         server.state = event["text"]
 
 

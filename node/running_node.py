@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from llmnode.core.peers.nat import Reach
     from llmnode.core.span import Span
     from llmnode.net.host import Libp2pNetwork
+    from llmnode.node.serve.own_figures import OwnFigures
     from llmnode.node.serve.role import Role
     from llmnode.node.serve.server import Server
     from llmnode.ports import WorkerSource
@@ -32,6 +33,8 @@ class RunningNode:
     server: Server
     role: Role
     source: WorkerSource
+    figures: OwnFigures
+    """The prediction for it, beside what it does."""
     is_private: bool
     """Its swarm has a key."""
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from llmnode.core.route import uncovered
 from llmnode.core.view import online
+from llmnode.machine.cache_folder import show_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from llmnode.core.announcement import Announcement
     from llmnode.core.ids import PeerId
     from llmnode.core.model import Profile
+    from llmnode.core.server_figures import ServerFigures
     from llmnode.core.span import Span
     from llmnode.wire.messages import Description
 
@@ -28,6 +30,8 @@ class ServerReport:
     """Whether it was reached through a relay."""
     round_trip_us: int
     """The time from a question to its answer, once connected."""
+    figures: ServerFigures | None = None
+    """The prediction for the server, beside what it does, if it tells them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,12 @@ class ModelStatus:
     def holes(self) -> list[Span]:
         """Blocks that no server computes now."""
         return uncovered(self.blocks, [each.offer.span for each in online(self.servers)])
+
+    @property
+    def figures(self) -> dict[PeerId, ServerFigures]:
+        """Those of the servers that told some."""
+        answers = {each.peer: self.answers.get(each.peer) for each in self.servers}
+        return {peer: each.figures for peer, each in answers.items() if each is not None and each.figures is not None}
 
 
 def by_model(announcements: Sequence[Announcement], answers: Mapping[PeerId, ServerReport]) -> list[ModelStatus]:
@@ -98,6 +108,7 @@ def _server_json(each: Announcement, model: ModelStatus, now_ms: int) -> dict[st
         "blocks": [offer.span.start, offer.span.end],
         "state": str(offer.state),
         "block_us": offer.block_us,
+        "announced_tokens_per_s": offer.speed.tokens_per_s or None,
         "kv_tokens": offer.kv_tokens,
         "kv_tokens_free": offer.kv_tokens_free,
         "software": each.software,
@@ -116,4 +127,33 @@ def _server_json(each: Announcement, model: ModelStatus, now_ms: int) -> dict[st
         "sent_plain_bytes": work and work.sent_plain_bytes,
         "received_bytes": work and work.received_bytes,
         "received_plain_bytes": work and work.received_plain_bytes,
+        "figures": answer and answer.figures and figures_json(answer.figures),
     }
+
+
+def figures_json(figures: ServerFigures) -> dict[str, Any]:  # Any: JSON
+    """The prediction for a server, beside what it does, and the relative errors. Null stands for what is not known."""
+    return {
+        "sessions_at_once": figures.sessions,
+        "predicted_tokens_per_s": figures.predicted_tokens_per_s or None,
+        "measured_tokens_per_s": figures.measured_tokens_per_s or None,
+        "tokens_per_s_error": figures.speed_error,
+        "predicted_memory_bytes": figures.predicted_bytes or None,
+        "measured_memory_bytes": figures.measured_bytes or None,
+        "memory_error": figures.memory_error,
+    }
+
+
+def figures_line(figures: ServerFigures) -> str:
+    """The same in words."""
+    measured, taken = figures.measured_tokens_per_s, show_bytes(figures.measured_bytes)
+    rate = f"{measured:.1f} tokens/s" if measured else "no speed measured yet"
+    wanted = f"{figures.predicted_tokens_per_s:.1f} predicted for {figures.sessions:.1f} sessions at once"
+    memory = f"{show_bytes(figures.predicted_bytes)} predicted" if figures.predicted_bytes else "not known before"
+    return (
+        f"{rate} ({wanted}{_off_by(figures.speed_error)}), {taken} of memory ({memory}{_off_by(figures.memory_error)})"
+    )
+
+
+def _off_by(error: float | None) -> str:
+    return "" if error is None else f", off by {error:+.0%}"

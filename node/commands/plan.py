@@ -72,7 +72,8 @@ def _lines(plan: Plan) -> Iterator[str]:
     node, model, without, with_it = plan.node, plan.model, plan.without, plan.with_it
     yield printable(f"this node would serve blocks {node.span} of {model.name}, {model.precision.name}")
     kv = f"{show_bytes(node.kv_bytes)} of KV for {node.kv_tokens} positions"
-    yield f"  memory    {show_bytes(node.weights_bytes)} of weights, {kv} once they are used"
+    program = f"{show_bytes(node.base_bytes)} for the program itself"
+    yield f"  memory    {show_bytes(node.weights_bytes)} of weights, {kv} once they are used, {program}"
     compute, upload = node.compute, node.network.upload_bytes_per_s
     rates = f"{compute.decode_tokens_per_s:.1f} for one session, {compute.shared_tokens_per_s:.1f} for several"
     yield f"  computes  {rates}, {compute.prefill_tokens_per_s:.1f} of a prompt (tokens/s)"

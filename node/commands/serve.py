@@ -140,7 +140,7 @@ async def _serve(config: NodeConfig, drain_s: float, warning: str, *, until_stdi
     import trio
 
     from llmnode.node.app import open_node
-    from llmnode.node.introspect import introspect_when_signalled
+    from llmnode.node.introspect import introspect_when_signalled, tell_figures
     from llmnode.node.status_lines import Telling, terminal
     from llmnode.node.stopping import stopped_by_signals
 
@@ -162,11 +162,13 @@ async def _serve(config: NodeConfig, drain_s: float, warning: str, *, until_stdi
             stop.in_order()
             telling.stop()
             (_ready_json if as_json else _ready)(node)
+            tell_figures(node, as_json=as_json)
             if not config.relays:
                 nursery.start_soon(_warn_if_unreached, node, as_json)
             await stop.requested.wait()
             if stop.by_signal:
                 await node.drain(drain_s, _draining_json if as_json else _draining)
+            tell_figures(node, as_json=as_json)
             nursery.cancel_scope.cancel()
 
 

@@ -41,7 +41,8 @@ class Measured:
     def throughput(self) -> float:
         """The figure that a server would announce, in tokens/s; 0 if the network is not measured."""
         rates = (self.speed.decode, self.speed.decode_shared, self.speed.prefill)
-        compute = ComputeSpeed(*map(statistics.median, rates))
+        decode, shared, prefill = map(statistics.median, rates)
+        compute = ComputeSpeed(decode, shared, prefill, self.speed.sessions)
         return throughput(compute, self.network or NetworkSpeed(), self.model.row_bytes)
 
 

@@ -13,13 +13,14 @@ from llmnode.node.watching import DOUBLE_FIX, UNREAD, UPDATE
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from rich.table import Table
 
     from llmnode.core.announcement import Announcement
     from llmnode.core.ids import PeerId
     from llmnode.core.peers.clocks import ClockVerdict
+    from llmnode.core.server_figures import ServerFigures
     from llmnode.net.invite import Invite
     from llmnode.node.commands.options import Commands
     from llmnode.node.status import ModelStatus, ServerReport
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 BESIDE_BAR = 76
 """Columns of the terminal that the rest of a row takes."""
 LEAST_BAR = 4
+MIB = 1 << 20
 ASKED_AT_ONCE = 32
 STYLES = {"online": "green", "joining": "yellow"}
 
@@ -72,6 +74,7 @@ async def _ask(to: Invite) -> tuple[list[Announcement], dict[PeerId, ServerRepor
     from llmnode.errors import ConfigError, PeerError
     from llmnode.node.status import ServerReport
     from llmnode.swarm.join import join_swarm
+    from llmnode.wire.server_figures import figures_of
 
     answers: dict[PeerId, ServerReport] = {}
     limiter = trio.CapacityLimiter(ASKED_AT_ONCE)
@@ -84,7 +87,8 @@ async def _ask(to: Invite) -> tuple[list[Announcement], dict[PeerId, ServerRepor
                 asked_s = trio.current_time()
                 description = await connection.describe(timeout_s)
                 round_trip_us = int((trio.current_time() - asked_s) * 1e6)
-                answers[each.peer] = ServerReport(description, connection.relayed, round_trip_us)
+                figures = figures_of(description)
+                answers[each.peer] = ServerReport(description, connection.relayed, round_trip_us, figures)
 
     async with join_swarm(to.peers, LinkPolicy(), swarm_key=to.key, is_near=to.is_near) as (pool, swarm):
         announcements = swarm.view.announcements()
@@ -104,6 +108,8 @@ def _show(models: Sequence[ModelStatus]) -> None:
             if each.has_double:
                 told = f"two nodes use the identity of peer {printable(each.peer)}, and one hides the other"
                 console.print(f"{told}: {DOUBLE_FIX}", style="bold red", markup=False)
+        if model.figures:
+            console.print(_figures_table(model.figures))
         if model.holes:
             holes = ", ".join(str(hole) for hole in model.holes)
             console.print(f"nobody serves blocks {holes}", style="bold red", markup=False)
@@ -128,6 +134,34 @@ def _work(answer: ServerReport | None) -> list[str]:
         link,
         f"{rtt_ms:.1f}" if rtt_ms < 10 else f"{rtt_ms:.0f}",
     ]
+
+
+def _figures_table(figures: Mapping[PeerId, ServerFigures]) -> Table:
+    """The predictions for servers, made when they had loaded their blocks, beside their measurements."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    names = ("sessions\nat once", "tokens/s\npredicted", "\nmeasured", "\noff", "MiB\npredicted", "\nmeasured", "\noff")
+    table.add_column("peer", no_wrap=True)
+    for name in names:
+        table.add_column(name, no_wrap=True, justify="right")
+    for peer, each in figures.items():
+        rates = (each.predicted_tokens_per_s, each.measured_tokens_per_s)
+        sizes = (each.predicted_bytes / MIB, each.measured_bytes / MIB)
+        table.add_row(
+            escape(peer[-8:]),
+            f"{each.sessions:.1f}",
+            *(f"{rate:.1f}" if rate else "not yet" for rate in rates),
+            _off(each.speed_error),
+            *(f"{size:.0f}" if size else "-" for size in sizes),
+            _off(each.memory_error),
+        )
+    return table
+
+
+def _off(error: float | None) -> str:
+    return "-" if error is None else f"{error:+.0%}"
 
 
 def _table(model: ModelStatus, bar_columns: int) -> Table:

@@ -98,7 +98,7 @@ class Role:
         """The worker before, of another span."""
         self._served: Span | None = None
         """The span of the worker before."""
-        self._speed: WorkerSpeed | None = None
+        self.speed: WorkerSpeed | None = None
         """That of the latest worker."""
         self.learns = True
         """The times of sessions replace the first measurement. False for a simulated liar."""
@@ -125,9 +125,9 @@ class Role:
     @property
     def compute(self) -> ComputeSpeed:
         """The speed of the worker with its span: as sessions have seen it lately, else as it was measured."""
-        if self._speed is None:
+        if self.speed is None:
             return ComputeSpeed()
-        return self._speed.now if self.learns else self._speed.measured
+        return self.speed.now if self.learns else self.speed.measured
 
     def offer(self) -> Offer:
         """The offer that the node announces."""
@@ -312,7 +312,7 @@ class Role:
             await self._give_up(error, scope)
             return
         self._source.serves()
-        self._worker, self._speed = worker, WorkerSpeed(worker, measured)
+        self._worker, self.speed = worker, WorkerSpeed(worker, measured)
         self._report(Ready(span), scope)
         if self._served is not None and isinstance(self.state, Online):
             self._report_worker(f"the worker serves blocks {span}{' again' * (span == self._served)}", True)
@@ -370,7 +370,7 @@ class Role:
         if not is_wanted:
             self._report(SpanUnwanted(), scope)
             return
-        self._former, self._worker, self._speed = self._worker, worker, WorkerSpeed(worker, measured)
+        self._former, self._worker, self.speed = self._worker, worker, WorkerSpeed(worker, measured)
         self._report(Ready(worker.span), scope)
         self._served = worker.span
         self._report_worker(f"the worker serves blocks {worker.span}", True)

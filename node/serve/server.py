@@ -29,6 +29,7 @@ from llmnode.node.serve.work_turns import WorkTurns
 from llmnode.swarm.membership import software
 from llmnode.wire.messages import Description, RefusalCode
 from llmnode.wire.profile import profile_fields
+from llmnode.wire.server_figures import figures_extension
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from llmnode.core.ids import PeerId, SessionId
     from llmnode.core.model import ModelInfo, Profile
     from llmnode.core.policy import ServePolicy
+    from llmnode.core.server_figures import ServerFigures
     from llmnode.ports import Network, Worker
     from llmnode.swarm.membership import Swarm
     from llmnode.swarm.pool import ConnectionPool
@@ -74,6 +76,8 @@ class Server:
     """The span before, while it goes on with the sessions and passes that it had."""
     span: Span | None = None
     """The blocks that are served, or that are being loaded."""
+    figures: Callable[[], ServerFigures | None] = lambda: None
+    """The prediction for this server, beside what it does. A peer that asks for its description is told."""
     work_turns: WorkTurns = field(default_factory=WorkTurns)
     next_hops: NextHops = field(init=False)
     desk: PushDesk = field(init=False)
@@ -232,7 +236,7 @@ class Server:
         return self.served
 
     def describe(self) -> Description:
-        worker, span = None if self.served is None else self.served.worker, self.span
+        worker, span, figures = None if self.served is None else self.served.worker, self.span, self.figures()
         assert span is not None, "a link is accepted once blocks are loaded"
         return Description(
             software=software(),
@@ -251,6 +255,7 @@ class Server:
             positions=self.tally.positions,
             busy_us=self.tally.former_busy_us + sum(each.worker.busy_us for each in self._held()),
             **asdict(self.network.traffic),
+            extensions=None if figures is None else figures_extension(figures),
         )
 
 

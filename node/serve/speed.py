@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
     from llmnode.core.model import ModelInfo
+    from llmnode.core.speed import ForwardsSeen
     from llmnode.ports import Worker
 
 QUICK_STEPS = 9
@@ -56,11 +57,19 @@ class WorkerSpeed:
         self._decodes_before = worker.seen.decodes
 
     @property
+    def since(self) -> ForwardsSeen:
+        """The forwards since then. Their times count those before too, until there are enough of them."""
+        forwards = self._worker.seen
+        return replace(forwards, decodes=forwards.decodes - self._decodes_before)
+
+    @property
+    def blocks(self) -> int:
+        return len(self._worker.span)
+
+    @property
     def now(self) -> ComputeSpeed:
         """It is what sessions have seen lately, and what was measured while they were few."""
-        forwards = self._worker.seen
-        since = replace(forwards, decodes=forwards.decodes - self._decodes_before)
-        return seen(self.measured, since, len(self._worker.span))
+        return seen(self.measured, self.since, self.blocks)
 
 
 async def first_step(worker: Worker, model: ModelInfo) -> None:
@@ -97,7 +106,7 @@ async def measure_compute(worker: Worker, model: ModelInfo) -> ComputeSpeed:
     prompt = min(QUICK_PROMPT, model.context_tokens, worker.kv_tokens_free)
     if prompt > 1 and trio.current_time() < began_s + 2 * PATIENCE_S:
         prefill = await _prefill(worker, model, prompt)
-    return ComputeSpeed(decode, max(decode, shared), max(decode, prefill))
+    return ComputeSpeed(decode, max(decode, shared), max(decode, prefill), count if shared else 1)
 
 
 async def measure_speed(

@@ -20,7 +20,7 @@ from llmnode.core.speed import ComputeSpeed
 from llmnode.core.user_input import read_file
 from llmnode.errors import ConfigError
 from llmnode.machine.cache_folder import cache_folder, write_in_cache
-from llmnode.node.serve.speed import first_step, measure_compute
+from llmnode.node.serve.speed import SESSIONS, first_step, measure_compute
 from llmnode.ports import Worker
 from llmnode.swarm.membership import software, wall_clock_ms
 
@@ -116,8 +116,8 @@ def _age_ms(at_ms: int) -> int:
 
 def _is_whole(entry: Any) -> bool:  # Any: JSON
     match entry:
-        case {"measured_ms": int(), "tried_ms": int(), "speed": {**rates}}:
-            return rates.keys() == asdict(ComputeSpeed()).keys() and all(
-                type(rate) is float and 0 < rate < FASTEST for rate in rates.values()
-            )
+        case {"measured_ms": int(), "tried_ms": int(), "speed": {"shared_sessions": int(sessions), **rates}}:
+            names = asdict(ComputeSpeed()).keys() - {"shared_sessions"}
+            are_rates = all(type(rate) is float and 0 < rate < FASTEST for rate in rates.values())
+            return rates.keys() == names and are_rates and 1 <= sessions <= SESSIONS
     return False

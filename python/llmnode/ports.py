@@ -163,10 +163,15 @@ class Executor(Held, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """An executor that has its weights. `tensor_bytes` is their size in memory."""
+    """An executor that has its weights. `tensor_bytes` is their size in memory.
+
+    `position_bytes` is what one position of a session takes: its KV in all blocks, and its place in the log. It is 0 if
+    that is not known, or if any of it, or of the weights, is not in the memory of the CPU.
+    """
 
     executor: Executor
     tensor_bytes: int
+    position_bytes: int = 0
 
 
 class Loader(Protocol):
@@ -237,6 +242,10 @@ class WorkerSource(Protocol):
     @property
     def tensor_bytes(self) -> int:
         """The size in memory of the weights that were loaded last, of the workers that there are."""
+
+    @property
+    def position_bytes(self) -> int:
+        """That of a position, as in `Loaded`, of the same worker."""
 
     async def open_model(self) -> ModelInfo:
         """Call it first. Raises ConfigError or ModelError; WorkerLost if a worker ended at every start."""

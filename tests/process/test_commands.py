@@ -140,9 +140,29 @@ def test_a_plan_names_the_blocks_that_a_server_would_take_and_what_they_give(
     assert all(part > 0 for part in parts)
     assert 1 / sum(parts) == pytest.approx(without["session"]["tokens_per_s"])
 
-    said = _run(*LLMNODE, "generate", "--max-new-tokens", "24", "--json", "--peers", *peers).stderr
+    said = _run(*LLMNODE, "generate", "--max-new-tokens", "80", "--json", "--peers", *peers).stderr
     (tokens_per_s,) = re.findall(r"then ([\d.]+) tokens/s", said)
     assert 0.2 < without["session"]["tokens_per_s"] / float(tokens_per_s) < 5, "the benchmark `plan` is more exact"
+    _check_figures(nodes, peers)
+
+
+def _check_figures(nodes: list[Any], peers: list[str]) -> None:
+    """Servers tell what was predicted for them, beside what they do: a session has shown their speed."""
+    done = _run(*LLMNODE, "status", "--json", "--peers", *peers)
+    (model,) = json.loads(done.stdout)["models"]
+    assert len(model["servers"]) == 2
+    for server in model["servers"]:
+        figures = server["figures"]
+        assert 1 <= figures["sessions_at_once"] < 2
+        assert 0.3 < figures["measured_tokens_per_s"] / figures["predicted_tokens_per_s"] < 3
+        assert figures["tokens_per_s_error"] == pytest.approx(
+            figures["predicted_tokens_per_s"] / figures["measured_tokens_per_s"] - 1
+        )
+        assert abs(figures["memory_error"]) < 0.25
+    shown = _run(*LLMNODE, "status", "--peers", *peers).stdout
+    assert "predicted" in shown and "measured" in shown
+    nodes[0].process.send_signal(signal.SIGUSR1)
+    assert nodes[0].next_event("figures")["measured_memory_bytes"] > 100 << 20
 
 
 def test_a_plan_without_a_swarm_says_what_to_name() -> None:

@@ -151,7 +151,8 @@ class _Child:
         with self._one_change:
             if number not in self._unwanted:
                 self._executors[number] = loaded.executor
-        return [loaded.tensor_bytes, loaded.executor.kv_tokens_free(), loaded.executor.kv_page]
+        executor = loaded.executor
+        return [loaded.tensor_bytes, executor.kv_tokens_free(), executor.kv_page, loaded.position_bytes]
 
     def _drop(self, number: int) -> None:
         with self._one_change:

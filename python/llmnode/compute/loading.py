@@ -144,7 +144,10 @@ class SpanLoader:
         kv = KVForm(wanted.kv_dtype, None if wanted.kv_device is None else torch.device(wanted.kv_device))
         placed = dtype, wanted.device, wanted.quant, kv
         executor = load_executor(self._opened, span, kv_tokens, *placed, self._report)
-        return Loaded(executor, executor.tensor_bytes)
+        size, position_bytes = self._size(look=False), 0
+        if wanted.device == "cpu":
+            position_bytes = len(span) * size.kv_token_bytes + size.log_token_bytes
+        return Loaded(executor, executor.tensor_bytes, position_bytes)
 
     def _check_memory(self, span: Span) -> int:
         """The number of positions to have KV for. Raises ConfigError if `span` does not fit with it."""

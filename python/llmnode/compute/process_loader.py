@@ -42,7 +42,7 @@ class ProcessLoader:
         policy: WorkerPolicy | None = None,
     ) -> None:
         """`report` gets a line about anything that takes long, `report_lost` one about each process that was lost."""
-        self.tensor_bytes = 0
+        self.tensor_bytes = self.position_bytes = 0
         self._wanted = self._asked = wanted
         """The wish of the user, and the request to a process: a process after a lost one gets the KV that was
         announced."""
@@ -120,10 +120,10 @@ class ProcessLoader:
                 with trio.CancelScope(shield=True):
                     await process.drop(number)
 
-    def _has(self, process: WorkerProcess, span: Span, loaded: tuple[int, int, int]) -> BatchingWorker:
+    def _has(self, process: WorkerProcess, span: Span, loaded: tuple[int, int, int, int]) -> BatchingWorker:
         assert self._model is not None
         held = HeldSpan(process, self._number, span, loaded, self._model.row_bytes)
-        self.tensor_bytes = held.tensor_bytes
+        self.tensor_bytes, self.position_bytes = held.tensor_bytes, held.position_bytes
         worker = BatchingWorker(held, held.run, time.perf_counter)
         self._workers[worker] = held
         return worker
@@ -140,7 +140,7 @@ class ProcessLoader:
         held.is_dropped = True
         await self._process.drop(held.number)
         for left, held in self._workers.items():
-            self.tensor_bytes = held.tensor_bytes
+            self.tensor_bytes, self.position_bytes = held.tensor_bytes, held.position_bytes
             self._note_announced(left)
 
     def serves(self) -> None:

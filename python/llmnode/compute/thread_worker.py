@@ -41,7 +41,7 @@ class ThreadLoader:
     """The `WorkerSource` port: loads blocks in a thread of this process, which is lost only with it."""
 
     def __init__(self, loader: Loader) -> None:
-        self.tensor_bytes = 0
+        self.tensor_bytes = self.position_bytes = 0
         self._loader = loader
         self._one_load = trio.CapacityLimiter(1)
         """Also while nobody waits for it any more."""
@@ -77,7 +77,7 @@ class ThreadLoader:
         return await trio.to_thread.run_sync(load, abandon_on_cancel=True, limiter=self._one_load)
 
     def _has(self, loaded: Loaded) -> ThreadWorker:
-        self.tensor_bytes = loaded.tensor_bytes
+        self.tensor_bytes, self.position_bytes = loaded.tensor_bytes, loaded.position_bytes
         worker = ThreadWorker(loaded.executor, thread=self._thread)
         self._workers[worker] = loaded
         return worker
@@ -93,7 +93,7 @@ class ThreadLoader:
         assert isinstance(worker, ThreadWorker)
         self._workers.pop(worker, None)
         for left in self._workers.values():
-            self.tensor_bytes = left.tensor_bytes
+            self.tensor_bytes, self.position_bytes = left.tensor_bytes, left.position_bytes
         await worker.drop()
         await trio.to_thread.run_sync(free_dropped)
 

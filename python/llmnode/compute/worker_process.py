@@ -261,11 +261,11 @@ class HeldSpan:
     """The `Held` port of one executor in the process."""
 
     def __init__(
-        self, process: WorkerProcess, number: int, span: Span, loaded: tuple[int, int, int], row_bytes: int
+        self, process: WorkerProcess, number: int, span: Span, loaded: tuple[int, int, int, int], row_bytes: int
     ) -> None:
         """`loaded` is what the process says of it, and `row_bytes` the size of a position's hidden state."""
         self.number, self.span, self.row_bytes = number, span, row_bytes
-        self.tensor_bytes, self.free, self.kv_page = loaded
+        self.tensor_bytes, self.free, self.kv_page, self.position_bytes = loaded
         self.is_dropped = False
         self._process = process
 

@@ -31,6 +31,20 @@ class ComputeSpeed:
     """The sum of several sessions that decode at once."""
     prefill_tokens_per_s: float = 0.0
     """Positions of a prompt."""
+    shared_sessions: int = 1
+    """The number of sessions whose sum that is."""
+
+    def of_sessions(self, sessions: float) -> float:
+        """The sum of this number of `sessions` that decode at once: a further one adds the same time to a forward.
+
+        0 if it is not known.
+        """
+        if not self.decode_tokens_per_s:
+            return 0.0
+        alone_s, shared_s = 1 / self.decode_tokens_per_s, self.shared_sessions / self.shared_tokens_per_s
+        further = self.shared_sessions - 1
+        further_s = max(0.0, shared_s - alone_s) / further if further else alone_s
+        return sessions / (alone_s + (sessions - 1) * further_s)
 
     def block_us(self, blocks: int) -> int:
         """The time of one token through one of the span's `blocks`; 0 if it is not known."""
@@ -53,6 +67,10 @@ class ForwardsSeen:
     """The time of a forward with one decode."""
     prefill_s: float = 0.0
     """The time that one position of a prompt adds."""
+    at_once: float = 0.0
+    """The average number of decodes in a forward of the latest ones."""
+    forward_s: float = 0.0
+    """The average time of these forwards."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,7 +117,7 @@ class ExactSource:
     `holds_two`.
     """
 
-    tensor_bytes = 0
+    tensor_bytes = position_bytes = 0
     holds_two = False
 
     def __init__(self, model: ModelInfo, kv_tokens: int, forward_s: float) -> None:

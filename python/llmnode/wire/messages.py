@@ -286,10 +286,12 @@ Extended: TypeAlias = Description | OpenRequest | Neighbours | Pass
 DEADLINE_MS = "deadline_ms"
 PROMPTS = "prompts"
 POSITIONS = "positions"
+FIGURES = "figures"
 FROZEN_ADAPTER = "frozen_adapter"
 """The client wants no gradients for the numbers of the adapter, which it need not have."""
 EXTENSIONS: Mapping[type[Any], Set[str]] = {
     **{kind: frozenset() for kind in get_args(Extended)},
+    Description: {FIGURES},
     OpenRequest: {PROMPTS, POSITIONS},
     Pass: {DEADLINE_MS, FROZEN_ADAPTER, PROMPTS},
 }

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 import psutil
 import pytest
 
 from llmnode.machine.memory import free_bytes
+from llmnode.machine.resident import resident_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -101,3 +104,16 @@ def test_what_is_free_is_what_a_limit_leaves(files: dict[str, str], left: int, w
 def test_without_a_limit_it_is_what_the_machine_has(files: dict[str, str], write: Write, tmp_path: Path) -> None:
     write(files)
     assert free_bytes(root=tmp_path) > psutil.virtual_memory().available // 2  # it changes while we look
+
+
+def test_the_memory_of_a_program_is_that_of_its_processes() -> None:
+    mib = 1 << 20
+    program = [sys.executable, "-c", f"held = b'x' * (64 * {mib}); print(flush=True); input()"]
+    before = resident_bytes()
+    assert before >= 0.9 * psutil.Process().memory_info().rss
+    with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        assert resident_bytes() - before > 60 * mib
+        child.communicate("\n")
+    assert resident_bytes() - before < 60 * mib

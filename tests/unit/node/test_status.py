@@ -10,9 +10,10 @@ from rich.console import Console
 from llmnode.core.announcement import Announcement, Offer, PeerState
 from llmnode.core.ids import PeerId
 from llmnode.core.model import Precision, Profile
+from llmnode.core.server_figures import ServerFigures
 from llmnode.core.span import Span
-from llmnode.node.commands.status import BESIDE_BAR, LEAST_BAR, _show, _table
-from llmnode.node.status import ModelStatus, ServerReport, as_json
+from llmnode.node.commands.status import BESIDE_BAR, LEAST_BAR, _figures_table, _show, _table
+from llmnode.node.status import ModelStatus, ServerReport, as_json, figures_line
 from llmnode.wire.messages import Description
 from unit.streams import streams
 from unit.terminal_emulator import Terminal
@@ -77,6 +78,35 @@ def test_the_words_of_servers_neither_steer_the_terminal_nor_style_the_table() -
     assert terminal.obeyed == [] and "\u202e" not in terminal.shown
     assert "[link=http://x]" in terminal.shown.replace("\n", "")
     assert not any(line.startswith("llmnode: ready") for line in terminal.shown.split("\n"))
+
+
+def test_the_prediction_for_a_server_is_shown_beside_what_it_does() -> None:
+    busy, idle = (announcement(f"T5CStnt{name}", Span(0, 30), PeerState.ONLINE) for name in "AB")
+    work = Description(**dict.fromkeys(Description.__dataclass_fields__, 0))
+    figures = {
+        busy.peer: ServerFigures(2.5, 44.0, 40.0, 900 << 20, 1000 << 20),
+        idle.peer: ServerFigures(8.0, 120.0, 0.0, 0, 999 << 20),
+    }
+    answers = {peer: ServerReport(work, False, 1, each) for peer, each in figures.items()}
+    model = ModelStatus(MODEL, "d", "float32", 30, [busy, idle], answers)
+    console = Console(width=80, file=io.StringIO(), color_system=None)
+    with console.capture() as captured:
+        console.print(_figures_table(model.figures))
+    rows = [line.split() for line in captured.get().splitlines()[2:]]
+    assert rows == [
+        ["T5CStntA", "2.5", "44.0", "40.0", "+10%", "900", "1000", "-10%"],
+        ["T5CStntB", "8.0", "120.0", "not", "yet", "-", "-", "999", "-"],
+    ]
+    assert model.figures == figures
+    told = as_json([model], 0, 0)["models"][0]["servers"]
+    assert [each["figures"]["tokens_per_s_error"] for each in told] == [pytest.approx(0.1), None]
+    assert [each["figures"]["memory_error"] for each in told] == [pytest.approx(-0.1), None]
+    assert told[1]["figures"]["measured_tokens_per_s"] is None
+    assert figures_line(figures[busy.peer]) == (
+        "40.0 tokens/s (44.0 predicted for 2.5 sessions at once, off by +10%), "
+        "1000 MiB of memory (900 MiB predicted, off by -10%)"
+    )
+    assert "no speed measured yet" in figures_line(figures[idle.peer])
 
 
 def test_programs_are_told_how_many_announcements_cannot_be_read() -> None:

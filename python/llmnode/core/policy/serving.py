@@ -168,6 +168,8 @@ class ServePolicy:
     """The most bytes of an adapter's gradients in one answer, which is one frame."""
     adapter_parts_per_link: int = 4
     """Parts of adapters that a client may send at the same time."""
+    look_s: float = 5.0
+    """The server looks at this interval how much memory it takes."""
     adapter_idle_s: float = 300.0
     """An adapter that nothing used for this long is dropped. Its client can bring it again."""
     replay_bytes: int = 64 << 20

@@ -32,7 +32,8 @@ class ForwardCost:
     @property
     def seen(self) -> ForwardsSeen:
         """The times of the forwards until now, for each block."""
-        return ForwardsSeen(self._forwards, self._in_block.at(1), self._position_s)
+        in_block = self._in_block
+        return ForwardsSeen(self._forwards, in_block.at(1), self._position_s, in_block.x, in_block.y)
 
     @property
     def forward_s(self) -> float:
@@ -81,7 +82,9 @@ class _Fit:
     """The line that fits the latest points best, by least squares."""
 
     def __init__(self) -> None:
-        self._weight = self._x = self._y = self._xx = self._xy = 0.0  # means, variance and covariance
+        self.x = self.y = 0.0
+        """The means of the latest points."""
+        self._weight = self._xx = self._xy = 0.0  # the latter are the variance and the covariance
         self._rise: float | None = None
 
     @property
@@ -91,17 +94,17 @@ class _Fit:
 
     def at(self, x: float) -> float:
         """Its height at `x`."""
-        rise = self._y / (_FIXED_COST_DECODES + self._x) if self._rise is None else self._rise
-        return max(0.0, self._y + rise * (x - self._x))
+        rise = self.y / (_FIXED_COST_DECODES + self.x) if self._rise is None else self._rise
+        return max(0.0, self.y + rise * (x - self.x))
 
     def note(self, x: float, y: float) -> None:
         self._weight = _FIT_OLD_SHARE * self._weight + 1
         share = 1 / self._weight
-        off_x, off_y = x - self._x, y - self._y
-        self._x, self._y = self._x + share * off_x, self._y + share * off_y
+        off_x, off_y = x - self.x, y - self.y
+        self.x, self.y = self.x + share * off_x, self.y + share * off_y
         self._xx = (1 - share) * (self._xx + share * off_x * off_x)
         self._xy = (1 - share) * (self._xy + share * off_x * off_y)
-        if self._xx > _LEAST_SPREAD * self._x**2:
+        if self._xx > _LEAST_SPREAD * self.x**2:
             self._rise = max(0.0, self._xy / self._xx)
 
 

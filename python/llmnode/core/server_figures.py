@@ -1,0 +1,55 @@
+"""The prediction for a server, made when it had loaded its blocks, beside what it does. Its DESCRIPTION has both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from llmnode.core.speed import LEAST_FORWARDS
+
+if TYPE_CHECKING:
+    from llmnode.core.speed import ComputeSpeed, ForwardsSeen
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFigures:
+    """Rates are in tokens/s through all blocks of the server. 0 stands for what is not known, or not yet."""
+
+    sessions: float
+    """Both rates are those of this number of sessions that decode at once."""
+    predicted_tokens_per_s: float
+    """By the measurement before it had sessions."""
+    measured_tokens_per_s: float
+    """The rate that sessions have got lately; 0 until there were enough forwards."""
+    predicted_bytes: int
+    """The memory of its processes before it had any blocks, its weights, and the KV that sessions hold now."""
+    measured_bytes: int
+    """The memory of its processes that is resident."""
+
+    @property
+    def speed_error(self) -> float | None:
+        """By which share of the measured rate the predicted one is off. None until both are known."""
+        return _error(self.predicted_tokens_per_s, self.measured_tokens_per_s)
+
+    @property
+    def memory_error(self) -> float | None:
+        """The same for the memory."""
+        return _error(self.predicted_bytes, self.measured_bytes)
+
+
+def server_figures(
+    predicted: ComputeSpeed, forwards: ForwardsSeen, blocks: int, predicted_bytes: int, measured_bytes: int
+) -> ServerFigures:
+    """The figures of a server with this number of `blocks`. `forwards` are those since it was measured for `predicted`.
+
+    Without enough of them the rate is the one that is announced, of many sessions. `predicted_bytes` and
+    `measured_bytes` are as in `ServerFigures`.
+    """
+    sessions, measured = float(predicted.shared_sessions), 0.0
+    if forwards.decodes >= LEAST_FORWARDS and forwards.forward_s:
+        sessions, measured = forwards.at_once, forwards.at_once / (forwards.forward_s * blocks)
+    return ServerFigures(sessions, predicted.of_sessions(sessions), measured, predicted_bytes, measured_bytes)
+
+
+def _error(predicted: float, measured: float) -> float | None:
+    return predicted / measured - 1 if predicted and measured else None
