@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
@@ -13,6 +15,9 @@ from llmnode.core.policy import AdmissionPolicy
 from llmnode.core.priority import Priority
 from llmnode.core.serving.admission_queue import AdmissionQueue
 from llmnode.core.serving.kv_shares import KvClaim
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 POSITIONS = 120
 PIECE = 8
@@ -90,7 +95,7 @@ class Server:
 
 EVENTS = st.one_of(
     st.tuples(st.just("ask"), st.integers(1, POSITIONS), st.integers(0, 5), st.integers(0, 30)),
-    st.tuples(st.just("step"), st.integers(0, 99), st.integers(1, 40), st.just(0)),
+    st.tuples(st.sampled_from(("step", "copy")), st.integers(0, 99), st.integers(1, 40), st.just(0)),
     st.tuples(st.just("leave"), st.integers(0, 99), st.just(0), st.just(0)),
     st.tuples(st.just("pass"), st.integers(0, 6), st.just(0), st.just(0)),
 )
@@ -100,6 +105,28 @@ EVENTS = st.one_of(
 def test_growth_comes_at_once_or_somebody_leaves_and_nobody_within_a_share_for_one_beyond_it(
     script: list[tuple[str, int, int, int]], page: int
 ) -> None:
+    play(script, page)
+
+
+@pytest.mark.parametrize("page", [1, 4])
+@pytest.mark.parametrize("seed", range(20))
+def test_the_same_of_servers_that_are_full_for_long(seed: int, page: int) -> None:
+    rng = random.Random(seed)
+    kinds = rng.choices(("ask", "step", "copy", "leave", "pass"), (2, 2, 1, 1, 1), k=60)
+    play([_drawn(rng, kind) for kind in kinds], page)
+
+
+def _drawn(rng: random.Random, kind: str) -> tuple[str, int, int, int]:
+    match kind:
+        case "ask":
+            return kind, rng.randint(20, POSITIONS), rng.randrange(6), rng.randrange(30)
+        case "pass":
+            return kind, rng.randrange(7), 0, 0
+        case _:
+            return kind, rng.randrange(99), rng.randint(1, 40), 0
+
+
+def play(script: Iterable[tuple[str, int, int, int]], page: int) -> None:
     server = Server(AdmissionQueue(POSITIONS, POLICY, page))
     for what, number, amount, at_once in script:
         server.now_s += 0.5
@@ -112,11 +139,11 @@ def test_growth_comes_at_once_or_somebody_leaves_and_nobody_within_a_share_for_o
             if what == "leave":
                 server.leave(chosen)
             else:
-                step_and_check_who_goes(server, chosen, amount)
+                grow_and_check_who_goes(server, chosen, amount, copies=what == "copy")
         server.check()
 
 
-def step_and_check_who_goes(server: Server, number: int, positions: int) -> None:
+def grow_and_check_who_goes(server: Server, number: int, positions: int, *, copies: bool) -> None:
     queue = server.queue
     before = {each: (queue._leases[name(each)], queue.held(name(each))) for each in server.used}
     wanted = min(server.claims[number].positions, server.used[number] + positions)
@@ -126,11 +153,16 @@ def step_and_check_who_goes(server: Server, number: int, positions: int) -> None
     shares = queue._standing.shares
     of_all, of_peer = shares.is_entitled(lease)
     lease.growing, lease.later, queue._known = 0, lease.later + needed, None
-    gone = server.step(number, positions)
-    assert not (of_all and of_peer and number in gone), "one within its share gets what it needs"
+    spares = copies or (lease.copied > 0 and wanted <= lease.copied + PIECE)
+    kept = [each for each in before if shares.is_kept(before[each][0], server.now_s)]
+    gone = server.copy(number, wanted) if copies else server.step(number, positions)
+    assert not (of_all and of_peer and number in gone and not (spares and kept)), (
+        "one within its share gets what it needs"
+    )
     for each in gone:
         other, _ = before[each]
         if other.peer != lease.peer:
+            assert not (spares and each in kept), "a copy has nobody leave that has just come in"
             assert shares.of_peer[other.peer] > shares.share_within(other.group), "its holder is above its share"
             assert other.group == lease.group or shares.of_group[other.group] > shares.share, "and so is its group"
 
