@@ -105,6 +105,30 @@ def test_two_clients_train_and_generate_with_adapters_of_their_own_on_the_same_s
         restored.unload()
 
 
+def test_trained_tokens_are_those_of_a_tied_head_too(peers: list[str], transformers_model: Any, tokenizer: Any) -> None:
+    inputs = tokenizer(TEXTS, return_tensors="pt", padding=True, padding_side="right")
+    prompt, tokens = tokenizer(TEXTS[:1], return_tensors="pt"), inputs.input_ids[0, :3].tolist()
+    config = {"r": 2, "target_modules": ["v_proj"], "layers_to_transform": [5], "trainable_token_indices": tokens}
+    found = []
+    with llmnode.connect(peers=peers) as connected:
+        for base in (transformers_model, connected):
+            torch.manual_seed(1)
+            model = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **config))
+            for path, each in model.named_parameters():
+                if "trainable_tokens_delta" in path:
+                    each.data = each.data + 0.1 * torch.randn(each.shape, generator=torch.Generator().manual_seed(2))
+            losses, gradients = learn(model, inputs, 1)
+            text = model.generate(**prompt, max_new_tokens=4, do_sample=False)
+            found.append((losses[0], {path: each for path, each in gradients.items() if "delta" in path}, text))
+            model.unload()
+    (theirs, their_gradients, their_text), (ours, our_gradients, our_text) = found
+    assert error(ours, theirs) < FURTHEST
+    assert our_gradients.keys() == their_gradients.keys()
+    for path, gradient in our_gradients.items():
+        assert error(gradient, their_gradients[path]) < 3 * FURTHEST, path
+    assert our_text.equal(their_text)
+
+
 @pytest.mark.parametrize(
     ("config", "why"),
     [

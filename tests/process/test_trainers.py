@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 from transformers import Trainer, TrainingArguments
 
+import llmnode
 from llmnode.errors import ConfigError
 from process.pairs import open_pair
 from process.test_training import FURTHEST, _error, _with_head
@@ -109,6 +110,23 @@ def test_a_trainer_saves_the_adapter_of_peft_alone(pair: Pair, tmp_path: Path) -
     losses = _losses(trainer)
     assert losses.isfinite().all()
     assert losses[-1] < losses[0]
+
+
+def test_what_add_adapter_of_transformers_adds_is_saved_as_peft_reads_it(
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # transformers 5.24 asks for a PEFT that is not published yet.
+    monkeypatch.setattr("transformers.integrations.peft.MIN_PEFT_VERSION", peft.__version__)
+    ids = torch.arange(1, 8)[None]
+    with llmnode.connect(pair.folder, peers=pair.peers) as model:
+        model.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False))
+        model.save_pretrained(tmp_path)
+        with torch.no_grad():
+            ours = model(ids).logits
+    theirs = peft.PeftModel.from_pretrained(copy.deepcopy(pair.alone), tmp_path)
+    with torch.no_grad():
+        assert _error(ours, theirs(ids).logits) < FURTHEST
+        assert _error(ours, pair.alone(ids).logits) > 0.01
 
 
 def test_a_trainer_learns_prompts_before_each_block_and_goes_on_from_them(pair: Pair, tmp_path: Path) -> None:

@@ -191,6 +191,83 @@ def test_a_forward_with_gradients_takes_no_cache_and_only_what_servers_can_do(pa
         model(torch.tensor([[1, VOCABULARY]]))
 
 
+def test_what_trainers_ask_of_a_model_is_answered_as_its_family_does(pair: Pair) -> None:
+    theirs, ours = pair.alone, pair.served
+    assert ours.base_model is ours.get_submodule(theirs.base_model_prefix)
+    assert [name for name, each in ours.named_modules() if each is ours.get_output_embeddings()] == ["lm_head"]
+    for name in ("_tied_weights_keys", "all_tied_weights_keys", "_no_split_modules", "config_class", "vocab_size"):
+        assert getattr(ours, name, None) == getattr(theirs, name, None), name
+    for name in ("get_decoder", "get_encoder"):
+        paths = [
+            next(path for path, each in model.named_modules() if each is getattr(model, name)())
+            for model in (theirs, ours)
+        ]
+        assert paths[0] == paths[1], name
+    batch = _batch("right")
+    real = batch.pop("attention_mask").bool()
+    given = {"input_ids": batch["input_ids"], "attention_mask": real.long(), "use_cache": False}
+    with torch.no_grad():
+        expected, found = theirs.base_model(**given), ours.base_model(**given)
+        as_tuple = ours.base_model(**given, return_dict=False)
+    assert type(found) is type(expected)
+    assert _error(found.last_hidden_state[real], expected.last_hidden_state[real]) < FURTHEST
+    assert isinstance(as_tuple, tuple)
+    assert torch.equal(as_tuple[0], found.last_hidden_state)
+
+
+def test_a_loss_over_the_decoders_states_learns_as_in_one_process(pair: Pair) -> None:
+    """TRL trains so: it scores the states of `base_model` itself, a part at a time."""
+    batch = _batch("right")
+    found = []
+    for model in (pair.alone, pair.served):
+        head = model.get_output_embeddings().requires_grad_(True)
+        given = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        states = model.base_model(**given, use_cache=False).last_hidden_state
+        scores = head(states[:, :-1].flatten(0, 1))
+        loss = torch.nn.functional.cross_entropy(scores, batch["labels"][:, 1:].flatten(), ignore_index=-100)
+        loss.backward()
+        found.append((loss.detach(), head.weight.grad))
+    for ours, theirs in zip(found[1], found[0], strict=True):
+        assert _error(ours, theirs) < FURTHEST
+
+
+@pytest.mark.parametrize("pair", ["llama", "gpt2"], indirect=True)
+def test_a_copy_of_a_model_learns_by_itself_over_the_same_servers(pair: Pair) -> None:
+    batch = _batch("right")
+    copied = copy.deepcopy(pair.served)
+    before = pair.served(**batch).logits
+    assert _error(copied(**batch).logits, before) < FURTHEST
+    copied.get_output_embeddings().requires_grad_(True)
+    copied(**batch).loss.backward()
+    with torch.no_grad():
+        for each in copied.get_output_embeddings().parameters():
+            each.sub_(each.grad)
+    prompt = torch.arange(1, 4)[None]
+    assert _error(copied(prompt).logits, pair.served(prompt).logits) > 0.01
+    assert torch.equal(pair.served(**batch).logits, before)
+    here = [each for each in copied.parameters() if each.untyped_storage().nbytes() >= each.nbytes]
+    assert sum(each.nbytes for each in here) == sum(each.nbytes for each in _ends_of(copied).values())
+
+
+def test_no_state_dict_has_the_weights_of_blocks_and_none_may_be_trained_or_loaded(pair: Pair) -> None:
+    state = pair.served.state_dict()
+    assert set(state) == set(_ends_of(pair.served))
+    pair.served.load_state_dict(state)
+    (blocks,) = {name.removesuffix(".0") for name, _ in pair.served.named_modules() if name.endswith(".0")}
+    path, layer = next(
+        (path, each)
+        for path, each in pair.served.named_modules()
+        if path.startswith(f"{blocks}.1.") and hasattr(each, "weight")
+    )
+    with pytest.raises(RuntimeError, match="are with the servers"):
+        pair.served.load_state_dict({**state, f"{path}.weight": torch.ones(layer.weight.shape)})
+    layer.requires_grad_(True)
+    with pytest.raises(ConfigError, match="keep it frozen"):
+        pair.served(**_batch("right"))
+    with torch.no_grad():
+        pair.served(**_batch("right"))
+
+
 def _with_head(pair: Pair, head: str, **options: Any) -> tuple[Any, Any]:
     """Transformers' model with a head, and the distributed one, with the same weights."""
     torch.manual_seed(3)

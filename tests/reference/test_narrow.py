@@ -213,6 +213,40 @@ def test_ends_are_copied_as_any_module() -> None:
         assert torch.equal(copied(hidden), expected)
 
 
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_tied_ends_that_are_trained_become_one_parameter_of_fp32(is_copied: bool) -> None:
+    layer = HalfLinear(torch.randn(50, 64).bfloat16(), None)
+    model = torch.nn.ModuleDict({"tokens": NarrowEmbedding(layer), "head": NarrowHead(layer)})
+    plain = torch.nn.ModuleDict({"tokens": torch.nn.Embedding(50, 64), "head": torch.nn.Linear(64, 50, bias=False)})
+    plain["head"].weight = plain["tokens"].weight
+    plain.load_state_dict({f"{name}.weight": layer.rows(torch.arange(50)) for name in ("tokens", "head")})
+    model = copy.deepcopy(model) if is_copied else model
+    plain.requires_grad_(False)
+    assert not [each for each in model.parameters() if each.requires_grad]
+    ids = torch.tensor([[1, 49, 7]])
+    for each in (model, plain):
+        tokens, head = each["tokens"], each["head"]
+        assert isinstance(tokens, torch.nn.Embedding) and isinstance(head, torch.nn.Linear)
+        assert (tokens.embedding_dim, head.in_features, head.out_features, head.bias) == (64, 64, 50, None)
+        assert dict(each.named_parameters(remove_duplicate=False)).keys() >= {"tokens.weight", "head.weight"}
+        head.requires_grad_(True)
+        assert [name for name, one in each.named_parameters() if one.requires_grad] == ["tokens.weight"]
+        head(tokens(ids)).square().sum().backward()
+    assert model["head"].weight is model["tokens"].weight
+    torch.testing.assert_close(model["tokens"].weight.grad, plain["tokens"].weight.grad)
+
+
+def test_a_weight_that_is_loaded_is_of_fp32_and_a_narrow_one_is_in_no_state_dict() -> None:
+    head = NarrowHead(HalfLinear(torch.zeros(50, 64).bfloat16(), None))
+    state = head.state_dict()
+    assert "weight" not in state
+    head.load_state_dict(state)
+    numbers = torch.randn(50, 64)
+    head.load_state_dict({**state, "weight": numbers})
+    assert torch.equal(head(torch.eye(64)), numbers.T)
+    assert torch.equal(head.state_dict()["weight"], numbers)
+
+
 def test_a_head_is_used_in_inference_mode_and_out_of_it() -> None:
     narrow = NarrowHead(HalfLinear(torch.randn(50, 64).bfloat16(), None))
     with torch.inference_mode():

@@ -5,7 +5,7 @@ PEFT wraps such a layer as any other. The matrices that it adds are real, and be
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 from transformers.pytorch_utils import Conv1D
@@ -27,37 +27,56 @@ _BYTES = 4
 """The memory of a weight that is not here."""
 
 
-class AbsentLinear(torch.nn.Linear):
+class _Absent(torch.nn.Module):
+    """The common part of both kinds of layers. Their weights are in no state dict, and in none that is loaded."""
+
+    _sizes: tuple[int, int, bool]
+
+    def forward(self, _input: torch.Tensor) -> NoReturn:
+        """Raises ConfigError."""
+        raise ConfigError("this layer is with the servers: call the blocks that it is in")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A layer without weights, too. torch would fill the copy of a weight with numbers."""
+        if not is_absent(self):
+            raise ConfigError("the weights of this layer are with the servers: leave out those of your own")
+        made = memo[id(self)] = type(self)(*self._sizes).train(self.training)
+        return made
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        pass
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *given: Any) -> None:
+        if found := [name for name in state_dict if name.startswith(prefix)]:
+            given[-1].append(f"{found[0]}: the weights of blocks are with the servers: leave out such tensors")
+
+
+class AbsentLinear(_Absent, torch.nn.Linear):
     """A linear layer whose weights are with the servers: its weight has the shape, and four bytes of memory."""
 
-    def __init__(self, inputs: int, outputs: int) -> None:
+    def __init__(self, inputs: int, outputs: int, has_bias: bool) -> None:
         torch.nn.Module.__init__(self)
+        self._sizes = inputs, outputs, has_bias
         self.in_features, self.out_features = inputs, outputs
         self.weight = _absent(outputs, inputs)
-        self.register_parameter("bias", None)
-
-    def forward(self, _input: torch.Tensor) -> NoReturn:
-        """Raises ConfigError."""
-        raise ConfigError("this layer is with the servers: call the blocks that it is in")
+        self.register_parameter("bias", _absent(outputs) if has_bias else None)
 
 
-class AbsentConv1D(Conv1D):
+class AbsentConv1D(_Absent, Conv1D):
     """The same for GPT-2, whose layers have their weights the other way round."""
 
-    def __init__(self, inputs: int, outputs: int) -> None:
+    def __init__(self, inputs: int, outputs: int, has_bias: bool) -> None:
         torch.nn.Module.__init__(self)
+        self._sizes = inputs, outputs, has_bias
         self.nx, self.nf = inputs, outputs
         self.weight = _absent(inputs, outputs)
-        self.register_parameter("bias", None)
-
-    def forward(self, _input: torch.Tensor) -> NoReturn:
-        """Raises ConfigError."""
-        raise ConfigError("this layer is with the servers: call the blocks that it is in")
+        self.register_parameter("bias", _absent(outputs) if has_bias else None)
 
 
 def is_absent(module: torch.nn.Module) -> bool:
     """Whether it is such a layer, and nobody has given it weights of its own."""
-    return isinstance(module, (AbsentLinear, AbsentConv1D)) and module.weight.untyped_storage().nbytes() <= _BYTES
+    own = [each for each in module._parameters.values() if each is not None] if isinstance(module, _Absent) else []
+    return bool(own) and all(each.untyped_storage().nbytes() <= _BYTES for each in own)
 
 
 def absent_blocks(folder: ModelFolder) -> list[torch.nn.Module]:
@@ -76,8 +95,11 @@ def _layers(folder: ModelFolder) -> Iterator[Mapping[str, torch.nn.Module]]:
     if (blueprint := blueprint_of(folder)) is not None:
         for plan in blueprint.blocks:
             shapes = {name.removesuffix(".weight"): shape for name, shape in plan.shapes.items()}
-            matrices = {name: shape for name, shape in shapes.items() if len(shape) == _MATRIX_DIMENSIONS}
-            yield {name: AbsentLinear(inputs, outputs) for name, (outputs, inputs) in matrices.items()}
+            yield {
+                name: AbsentLinear(shape[1], shape[0], f"{name}.bias" in shapes)
+                for name, shape in shapes.items()
+                if len(shape) == _MATRIX_DIMENSIONS
+            }
         return
     family = family_of(folder.config)
     decoder = without_weights(folder, family, "eager", torch.float32).get_submodule(family.decoder)
@@ -87,7 +109,7 @@ def _layers(folder: ModelFolder) -> Iterator[Mapping[str, torch.nn.Module]]:
 
 def _like(layer: torch.nn.Module, target: Target) -> torch.nn.Module:
     kind = AbsentLinear if isinstance(layer, torch.nn.Linear) else AbsentConv1D
-    return kind(target.inputs, target.outputs)
+    return kind(target.inputs, target.outputs, layer.bias is not None)
 
 
 def _put(block: torch.nn.Module, path: str, layer: torch.nn.Module) -> None:

@@ -100,11 +100,18 @@ def trained_matrices(parts: Mapping[int, Part], span: Span) -> list[torch.Tensor
 def _update(where: str, layer: Any) -> Lora | None:  # Any: PEFT's, if it is not ours
     """The update that PEFT has for a layer, or None. Raises ConfigError for any other than plain LoRA."""
     if is_absent(layer):
+        _check_frozen(where, layer)
         return None
     if (type(layer).__module__, type(layer).__name__) != _KIND:
         raise ConfigError(f"{where}: servers compute LoRA alone, and this is {type(layer).__name__}")
     if not is_absent(layer.get_base_layer()):
         raise ConfigError(f"{where}: the weights are with the servers: use an initialization that does not change them")
+    _check_frozen(where, layer.get_base_layer())
+    if layer._forward_pre_hooks or layer._forward_hooks:
+        raise ConfigError(
+            f"{where}: a hook on it would not run, since the layer is with the servers. With PEFT, choose one adapter "
+            "for all rows, and no `adapter_names`"
+        )
     if layer.merged:
         raise ConfigError(f"{where}: an adapter cannot be merged into weights that are with the servers")
     active = [name for name in layer.active_adapters if name in layer.lora_A]
@@ -121,3 +128,14 @@ def _update(where: str, layer: Any) -> Lora | None:  # Any: PEFT's, if it is not
     if len(a) > MOST_RANK:
         raise ConfigError(f"{where}: a rank of {len(a)}, and servers take {MOST_RANK} at most")
     return Lora(a, b, float(layer.scaling[name]))
+
+
+def _check_frozen(where: str, layer: torch.nn.Module) -> None:
+    """Raises ConfigError if gradients are wanted for weights that are not here. PEFT wants those of biases if asked."""
+    if torch.is_grad_enabled():
+        for name, each in layer.named_parameters(recurse=False):
+            if each.requires_grad:
+                raise ConfigError(
+                    f"{where}.{name} is with the servers, which keep it frozen: set its requires_grad to False (and "
+                    "the bias of a PEFT config to 'none'), and train adapters, prompts, or what is here"
+                )

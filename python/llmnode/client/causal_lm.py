@@ -22,6 +22,7 @@ from llmnode.client.batch import Past, check_ends_real, check_labels, kept_colum
 from llmnode.client.cache import SessionCache
 from llmnode.client.cache_terms import CacheTerms
 from llmnode.client.changes import state_of
+from llmnode.client.contract import take_attributes
 from llmnode.client.decoder import check_cacheless
 from llmnode.client.distributed import Distributed
 from llmnode.client.ends import SharedEnds
@@ -80,6 +81,7 @@ class DistributedModelForCausalLM(Distributed, GenerationMixin):
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault("llmnode", DistributedModelForCausalLM.__name__)
         self.generation_config = generation_config(folder)
         self._whole = [connection.distribute(self._ends.whole, self.config)]  # in a list it is no child of ours
+        take_attributes(self, self._whole[0])
         for name, module in self._whole[0]._modules.items():
             self.add_module(name, module)
         self._shared_ends = self._client.ends
@@ -238,10 +240,8 @@ class DistributedModelForCausalLM(Distributed, GenerationMixin):
         return self.decoder.prompt_positions
 
     def _wants_gradients(self, inputs_embeds: torch.Tensor | None) -> bool:
-        if not torch.is_grad_enabled():
-            return False
         is_given = inputs_embeds is not None and inputs_embeds.requires_grad
-        return is_given or any(each.requires_grad for each in self.parameters())
+        return torch.is_grad_enabled() and (is_given or any(each.requires_grad for each in self.parameters()))
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """The input of the first block, (rows, tokens, hidden_size), for whole rows of `input_ids` (rows, tokens).
@@ -257,18 +257,20 @@ class DistributedModelForCausalLM(Distributed, GenerationMixin):
 
     def score(self, hidden: torch.Tensor) -> torch.Tensor:
         """Scores (rows, tokens, vocabulary) for `hidden` (rows, tokens, hidden_size), the output of the last block."""
-        family, whole = self._connection.family, shallow_copy(self._whole[0])
-        whole._modules = dict(self._modules)
-        leaving = replace_decoder(whole, family, exit_of(self.decoder.without_blocks(), family))
+        family = self._connection.family
+        leaving = replace_decoder(self._now(), family, exit_of(self.decoder.without_blocks(), family))
         scores: torch.Tensor = leaving.forward(inputs_embeds=hidden, use_cache=False).logits
         return scores
 
     def _learn(self, **given: Any) -> CausalLMOutputWithPast:  # Any: arguments of transformers
-        """The forward of transformers' own causal LM, with the modules that are here now, over remote blocks."""
-        whole = shallow_copy(self._whole[0])
-        whole._modules = self._modules
-        output: CausalLMOutputWithPast = whole.forward(**given)
+        output: CausalLMOutputWithPast = self._now().forward(**given)
         return output
+
+    def _now(self) -> Any:  # Any: of the family
+        """transformers' own causal LM with the modules that are here now: a method of PEFT may have replaced some."""
+        whole = shallow_copy(self._whole[0])
+        whole._modules = dict(self._modules)
+        return whole
 
     def _ends_now(self) -> list[tuple[int, int, int]]:
         """Another value when parameters of the ends have been changed, added or replaced; prompts are none."""
@@ -281,10 +283,8 @@ class DistributedModelForCausalLM(Distributed, GenerationMixin):
             if state == self._frozen_state:
                 self._shared_ends = self._client.ends
             else:
-                whole = shallow_copy(self._whole[0])
-                whole._modules = dict(self._modules)
                 family, ends = self._connection.family, self._ends
-                plain = replace_decoder(whole, family, self.decoder.without_blocks())
+                plain = replace_decoder(self._now(), family, self.decoder.without_blocks())
                 changed = cut_ends(plain, family, ends.dtype, ends.vocabulary)
                 self._shared_ends = SharedEnds(changed, self.tokenizer.token)
         return self._shared_ends
@@ -298,8 +298,8 @@ class DistributedModelForCausalLM(Distributed, GenerationMixin):
         self.check_tokens((input_ids if real is None else input_ids[real]).flatten().tolist())
 
     def get_output_embeddings(self) -> torch.nn.Module:
-        """The model's own scoring layer."""
-        module: torch.nn.Module = self._ends.scoring.get_output_embeddings()  # type: ignore[operator]  # likewise
+        """The scoring layer as it is now."""
+        module: torch.nn.Module = self._now().get_output_embeddings()
         return module
 
     def _prepare_cache_for_generation(  # type: ignore[override]  # transformers' own returns nothing either

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from llmnode.client.remote_blocks import RemoteBlocks
     from llmnode.models.families import Family
 
-IGNORED = frozenset({"return_dict", "num_items_in_batch", "is_causal", "cache_position", "token_type_ids"})
+IGNORED = frozenset({"num_items_in_batch", "is_causal", "cache_position", "token_type_ids"})
 """Arguments of heads that a decoder takes and does not need."""
 
 
@@ -74,13 +74,14 @@ class DistributedDecoder(PreTrainedModel):
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: Any = None,  # Any: whatever a caller says
+        return_dict: bool | None = None,
         **others: Any,
     ) -> Any:  # Any: the output of each family's decoder
         """Whole rows through the model: `last_hidden_state` (rows, columns, hidden_size), as transformers gives it.
 
         The arguments are transformers', and those of `DistributedModelForCausalLM.forward`. Hidden states of padding
-        are zero. `use_cache` is ignored. Raises ConfigError, before anything is computed, for a use that servers cannot
-        do, and NoRoute or SessionLost as `RemoteBlocks.forward`.
+        are zero. `use_cache` is ignored. With `return_dict=False` the output is a tuple. Raises ConfigError, before
+        anything is computed, for a use that servers cannot do, and NoRoute or SessionLost as `RemoteBlocks.forward`.
         """
         check_cacheless(others.pop(CACHE, None), None)
         others = {name: value for name, value in others.items() if name not in IGNORED}
@@ -116,7 +117,7 @@ class DistributedDecoder(PreTrainedModel):
         if chosen is not None:
             last = output.last_hidden_state if are_last_normed(self.config.get_text_config(), entry) else left
             output.hidden_states = all_states(entered, last, len(self.blocks), chosen)
-        return output
+        return output.to_tuple() if return_dict is False else output
 
     def tune_prompts(self, tuning_mode: str | None, pre_seq_len: int) -> None:
         """See `Distributed.tune_prompts`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
@@ -19,6 +20,7 @@ from llmnode.core.span import Span
 from llmnode.errors import ConfigError
 from llmnode.models.decoder_parts import replace_decoder
 from llmnode.models.families import family_of
+from llmnode.models.sources.checkpoint import ADAPTER_WEIGHTS_FILE
 from llmnode.session.passes import SwarmPasses
 
 if TYPE_CHECKING:
@@ -53,6 +55,11 @@ class Connection:
         )
         self.close = stack.close
         self._passes = SwarmPasses(client.router.finder, client.codec)
+
+    @property
+    def shared(self) -> Sequence[object]:
+        """The objects that all copies of a model share."""
+        return self, self.client, self.portal, self.ends, self._passes
 
     def blocks(self) -> RemoteBlocks:
         """All blocks of the model."""
@@ -151,8 +158,8 @@ class Distributed(PreTrainedModel):
         """Write the parameters that are trained, and no others, to a file in the folder `save_directory`.
 
         It is `model.safetensors`, which a trainer of transformers loads when it resumes. A model of PEFT has a
-        `save_pretrained` of its own, in PEFT's format. Raises ConfigError if no parameter requires gradients: the
-        weights of the blocks are with the servers.
+        `save_pretrained` of its own, in PEFT's format. An adapter of `add_adapter` is written in that format, too.
+        Raises ConfigError if no parameter requires gradients: the weights of the blocks are with the servers.
         """
         here = {name: each for name, each in self.named_parameters() if each.untyped_storage().nbytes() >= each.nbytes}
         trained = {name: each.detach().contiguous() for name, each in here.items() if each.requires_grad}
@@ -162,6 +169,10 @@ class Distributed(PreTrainedModel):
         folder.mkdir(parents=True, exist_ok=True)
         base = {"base_model": self.info.name, "base_model_digest": self.info.digest.hex()}
         save_file(trained, folder / SAFE_WEIGHTS_NAME, metadata={"format": "pt", **base})
+        if getattr(self, "_hf_peft_config_loaded", False):
+            adapter = {f"base_model.model.{name}": each for name, each in self.get_adapter_state_dict().items()}
+            save_file(adapter, folder / ADAPTER_WEIGHTS_FILE, metadata={"format": "pt"})
+            self.peft_config[self.active_adapters()[0]].save_pretrained(folder)
 
     def push_to_hub(self, *_args: Any, **_kwargs: Any) -> NoReturn:  # type: ignore[override]  # theirs is wrapped
         """Raises ConfigError: share what PEFT saves."""
@@ -175,11 +186,13 @@ class Distributed(PreTrainedModel):
 
     set_input_embeddings = set_output_embeddings = resize_token_embeddings
 
-    def gradient_checkpointing_enable(self, *_args: Any, **_kwargs: Any) -> None:
-        """Do nothing: servers keep no activations, and compute blocks again in a backward."""
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Any = None, **_options: Any) -> None:
+        """Do nothing, with or without `gradient_checkpointing_kwargs`: servers compute blocks again in a backward."""
 
-    activation_checkpointing_enable = gradient_checkpointing_enable
-    gradient_checkpointing_disable = activation_checkpointing_disable = gradient_checkpointing_enable
+    def activation_checkpointing_enable(self, *_args: Any, **_options: Any) -> None:
+        """Do nothing, for the same reason."""
+
+    gradient_checkpointing_disable = activation_checkpointing_disable = activation_checkpointing_enable
 
     def get_input_embeddings(self) -> torch.nn.Module:
         return self.decoder.get_input_embeddings()
@@ -187,6 +200,15 @@ class Distributed(PreTrainedModel):
     def get_submodule(self, target: str) -> torch.nn.Module:
         """The module at the path `target`. PEFT asks for the input embeddings by a name of its own."""
         return self.get_input_embeddings() if target == _EMBEDDINGS else super().get_submodule(target)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A model with parameters of its own, over the same connection: `close` ends both."""
+        shared = self._connection.shared
+        memo |= {id(each): each for each in shared}
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        made.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return made
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """The function that `to`, `half`, `cuda` and the like call. Raises ConfigError if it would change anything."""

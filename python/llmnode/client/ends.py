@@ -75,6 +75,10 @@ class SharedEnds:
         self._leader: _TaskRequest | None = None
         """The task that has the tokens of others chosen too."""
 
+    def __deepcopy__(self, _memo: object) -> SharedEnds:
+        """Itself: a copy of a model has other parameters, and makes others of those."""
+        return self
+
     @property
     def vocabulary(self) -> int:
         """How many tokens the model has."""

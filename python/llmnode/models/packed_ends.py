@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -19,46 +19,110 @@ _ROWS = 1024
 """Are compared at a time."""
 
 
-class NarrowEmbedding(torch.nn.Module):
-    """Like `torch.nn.Embedding`, over the rows of a linear layer's weight."""
+class _StandIn(torch.nn.Parameter):
+    """The parameter of a weight in few bits: its shape and name, and no numbers until somebody wants to train it."""
 
-    def __init__(self, layer: Narrow) -> None:
-        super().__init__()
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
+        if _is_wide(self):
+            copied: torch.nn.Parameter = super().__deepcopy__(memo)  # type: ignore[no-untyped-call]  # torch's
+            return copied
+        made = memo[id(self)] = _StandIn(torch.zeros(()).expand(self.shape), requires_grad=False)
+        return made  # torch would fill the copy with numbers
+
+
+def _is_wide(weight: torch.Tensor) -> bool:
+    return weight.untyped_storage().nbytes() >= weight.nbytes
+
+
+class _NarrowWeight(torch.nn.Module):
+    """The weight of an embedding or a head, of a linear layer in few bits. It is fp32 once somebody wants to train it.
+
+    It is a parameter all the time, by the name of transformers. A tied one is a single parameter of both modules.
+    """
+
+    def _hold(self, layer: Narrow) -> None:
         self.layer = layer
+        sizes = layer.outputs, layer.inputs
+        stand_in = layer.__dict__.setdefault("stand_in", _StandIn(torch.zeros(()).expand(sizes), requires_grad=False))
+        self._parameters["weight"] = stand_in
 
     @property
-    def num_embeddings(self) -> int:
-        return self.layer.outputs
+    def is_narrow(self) -> bool:
+        """Whether the numbers are those of `layer`."""
+        weight: Any = self._parameters["weight"]  # Any: torch types it widely
+        if weight.requires_grad:
+            self.widen()
+        return not _is_wide(weight)
 
     @property
     def weight(self) -> torch.Tensor:
-        """A copy, in fp32."""
-        return self.layer.rows(torch.arange(self.layer.outputs))
+        """(rows, size), in fp32; a copy while it is narrow."""
+        weight: Any = self._parameters["weight"]  # Any: likewise
+        return self.layer.rows(torch.arange(self.layer.outputs)) if self.is_narrow else weight
+
+    def widen(self) -> None:
+        """Have numbers of fp32 from now on, and so have the modules that the weight is tied to."""
+        weight: Any = self._parameters["weight"]  # Any: likewise
+        if not _is_wide(weight):
+            weight.data = self.layer.rows(torch.arange(self.layer.outputs))
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Only the weight, and what else transformers has, can be trained."""
+        for name, each in self.named_parameters():
+            each.requires_grad_(requires_grad and not (name.startswith("layer.") and name != "layer.bias"))
+        return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.is_narrow:
+            del destination[f"{prefix}weight"]
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *given: Any) -> None:
+        if (name := f"{prefix}weight") in state_dict:
+            self.widen()
+        super()._load_from_state_dict(state_dict, prefix, *given)
+        if self.is_narrow and name in given[2]:
+            given[2].remove(name)  # which is the list of missing ones
+
+
+class NarrowEmbedding(_NarrowWeight, torch.nn.Embedding):  # type: ignore[override]  # the weight is a property
+    """An embedding over the rows of a linear layer's weight."""
+
+    def __init__(self, layer: Narrow) -> None:
+        torch.nn.Module.__init__(self)
+        self.num_embeddings, self.embedding_dim = layer.outputs, layer.inputs
+        self.padding_idx, self.max_norm, self.norm_type = None, None, 2.0
+        self.scale_grad_by_freq = self.sparse = False
+        self._hold(layer)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Raises IndexError for a token that there is not."""
+        if not self.is_narrow:
+            return torch.nn.Embedding.forward(self, tokens)
         if tokens.numel() and tokens.min() < 0:
             raise IndexError("index out of range in self")  # as torch has it, where rows are not counted from the end
         return self.layer.rows(tokens)
 
 
-class NarrowHead(torch.nn.Module):
+class NarrowHead(_NarrowWeight, torch.nn.Linear):  # type: ignore[override]  # likewise
     """The same as the linear layer, on torch's number of threads: few rows are multiplied in Rust."""
 
     def __init__(self, layer: Narrow) -> None:
-        super().__init__()
-        self.layer = layer
+        torch.nn.Module.__init__(self)
+        self.in_features, self.out_features = layer.inputs, layer.outputs
         self._few: Product | None = None
+        self._hold(layer)
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_few": None}
 
     @property
-    def weight(self) -> torch.Tensor:
-        """A copy, in fp32."""
-        return self.layer.rows(torch.arange(self.layer.outputs))
+    def bias(self) -> torch.Tensor | None:  # type: ignore[override]  # likewise
+        return self.layer.bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.is_narrow:
+            return torch.nn.Linear.forward(self, x)
         has_gradient = torch.is_grad_enabled() and x.requires_grad
         if has_gradient or x.numel() > MOST_ROWS * self.layer.inputs:
             scores: torch.Tensor = self.layer(x)
