@@ -55,6 +55,7 @@ BENCHES = {
     "memory": Bench("memory", "the memory of a server against its tensors and its KV"),
     "narrow": Bench("narrow", "weights in as few bits as they need"),
     "opening": Bench("opening", "the time until a client has its first token from a swarm that is far away"),
+    "peft-tests": Bench("peft_tests.peft_tests", "PEFT's own tests of decoder models, against a swarm"),
     "pipeline": Bench("pipeline.pipeline", "several texts at once through 1 to 4 servers"),
     "placement": Bench("placement.placement", "which blocks servers choose, against Petals' rule, optima and Helix"),
     "plan": Bench("plan.plan", "forecasts of `llmnode plan` against sessions, over links of several delays and rates"),

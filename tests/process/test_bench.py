@@ -334,3 +334,17 @@ def test_memory_is_accounted_for() -> None:
     assert closed - ready < 0.3 * (full - ready), "KV that is freed is given back"
     *ours, _petals = report["aims"]
     assert [aim["holds"] for aim in ours] == [True] * 3
+
+
+@pytest.mark.daily
+def test_pefts_own_tests_pass_or_do_not_apply() -> None:
+    command = [*BENCH, "peft-tests", "--thin", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    if done.returncode == 2 and "cannot be downloaded" in done.stderr:
+        pytest.skip(done.stderr.strip())
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["counts"]["passed"] > 5
+    assert "failed" not in report["counts"]
+    outcomes = {each["outcome"] for each in report["tests"] if each["test"] == "test_training_decoders"}
+    assert "passed" in outcomes

@@ -38,6 +38,8 @@ class Options(argparse.Namespace):
     round_trip_ms: float
     precision: Sequence[str] | None
     checkout: Path
+    keyword: str
+    sdist: Path | None
 
 
 def count(least: int = 1, most: int = MOST) -> Callable[[str], int]:

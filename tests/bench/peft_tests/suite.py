@@ -1,0 +1,96 @@
+"""PEFT's tests, out of its source package of the installed version, and the model that they are run with.
+
+They are kept in the user's cache, and are no part of this repository.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+
+from llmnode.errors import ConfigError
+from llmnode.machine.cache_folder import cache_folder, make_in_cache
+
+LLAMA = "trl-internal-testing/tiny-random-LlamaForCausalLM"
+"""The name by which PEFT's tests ask the hub for their Llama. A folder of this name in the working folder is found
+instead."""
+_FILES = ("test_decoder_models.py", "testing_common.py", "testing_utils.py")
+_DOWNLOAD_S = 300
+
+
+def unpacked(sdist: Path | None = None) -> Path:
+    """The folder with the tests of the installed PEFT, out of `sdist` or the cache, or else downloaded.
+
+    Raises ConfigError if they cannot be got.
+    """
+    installed = version("peft")
+    kept = cache_folder("peft-tests", installed)
+    if sdist is None and all((kept / name).is_file() for name in _FILES):
+        return kept
+    make_in_cache(kept)
+    with tempfile.TemporaryDirectory() as made:
+        file = sdist or _downloaded(installed, Path(made))
+        try:
+            with tarfile.open(file) as opened:
+                for name in _FILES:
+                    member = opened.extractfile(f"peft-{installed}/tests/{name}")
+                    assert member is not None, "it is a file"
+                    (kept / name).write_bytes(member.read())
+        except (OSError, KeyError, tarfile.TarError) as error:
+            raise ConfigError(f"{file} has no tests of PEFT {installed} ({error}): name its source package") from error
+    return kept
+
+
+def _downloaded(installed: str, folder: Path) -> Path:
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:"]
+    try:
+        subprocess.run(
+            [*command, "--dest", str(folder), f"peft=={installed}"],
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=_DOWNLOAD_S,
+        )
+    except (subprocess.SubprocessError, OSError) as error:
+        said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+        raise ConfigError(
+            f"the source package of PEFT {installed} cannot be downloaded ({said[-1] if said else error}): name a file "
+            "with --sdist"
+        ) from error
+    (file,) = folder.glob("peft-*")
+    return file
+
+
+def copy_tests(tests: Path, folder: Path) -> None:
+    """A package `tests` in `folder`, in which pytest can run."""
+    shutil.copytree(tests, folder / "tests")
+    (folder / "tests" / "__init__.py").touch()
+    (folder / "pytest.ini").write_text("[pytest]\naddopts = -W ignore -p no:cacheprovider\nmarkers =\n  regression\n")
+
+
+def save_model(folder: Path, blocks: int) -> None:
+    """A small random Llama with this many `blocks`, whose blocks matter, with the tokenizer of the embedded model."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+    from llmnode.models.embedded import open_embedded
+
+    tokenizer = AutoTokenizer.from_pretrained(open_embedded().path)
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=blocks,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=len(tokenizer),
+        max_position_embeddings=512,
+        initializer_range=0.2,
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
