@@ -58,12 +58,14 @@ class Access:
             from llmnode.core.policy import ClientPolicy, RelayedPolicy, SpotCheckPolicy
             from llmnode.machine.threads import use_threads
             from llmnode.models.open_model import open_model
+            from llmnode.models.peft_folder import downloaded
         use_threads()
         checks, relayed = SpotCheckPolicy(self.spot_check), RelayedPolicy(prefill=self.relayed_prefill)
         policy = ClientPolicy(spot_checks=checks, relayed=relayed)
         parts = load_parts(open_model(self.model, say))
+        adapter = self.adapter and downloaded(self.adapter, say)
         connecting = aconnect(
-            self.way_in, parts=parts, codec=self.codec, dtype=self.precision, adapter=self.adapter, policy=policy
+            self.way_in, parts=parts, codec=self.codec, dtype=self.precision, adapter=adapter, policy=policy
         )
         with open_portal() as portal, portal.enter(connecting) as client:
             yield OpenClient(portal, client)

@@ -34,7 +34,7 @@ async def own_adapters(
     found: dict[AnnouncedAdapter, Adapter] = {}
     for each in named:
         report(f"reading the adapter {each}")
-        own = await trio.to_thread.run_sync(read_named, each, model)
+        own = await trio.to_thread.run_sync(read_named, each, model, report)
         if any(own.name == other.name or own.adapter.digest == other.digest for other in found):
             raise ConfigError(f"--adapters {each}: there is one of that name or content already: leave one out")
         found[own.announced] = own.adapter

@@ -178,8 +178,8 @@ def add_swarm(parser: Parser) -> None:
     parser.add_argument(
         "--adapter",
         metavar="FOLDER|NAME",
-        help="a LoRA adapter for the blocks: a folder that PEFT has saved, which goes to the servers; or the name or "
-        "the digest of one that they announce (see `llmnode adapters`)",
+        help="a LoRA adapter for the blocks: a folder that PEFT has saved, or one on the hub (org/name), which goes to "
+        "the servers; or the name or the digest of one that they announce (see `llmnode adapters`)",
     )
     parser.add_argument(
         "--codec",

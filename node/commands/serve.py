@@ -74,8 +74,9 @@ def add(commands: Commands) -> None:
         nargs="+",
         default=[],
         metavar="FOLDER",
-        help="LoRA adapters that PEFT has saved, to hold for clients that name them: FOLDER, or NAME=FOLDER; this node "
-        "announces their names and digests (default: only those that clients bring)",
+        help="LoRA adapters that PEFT has saved, to hold for clients that name them: FOLDER, or one on the hub "
+        "(org/name), or NAME= before either; this node announces their names and digests (default: only those that "
+        "clients bring)",
     )
     parser.add_argument(
         "--drain-s",

@@ -20,7 +20,7 @@ from llmnode.client.token_session import InferenceSession
 from llmnode.core.model import AUTO
 from llmnode.core.policy import ClientPolicy
 from llmnode.errors import ConfigError
-from llmnode.models.peft_folder import is_adapter_folder
+from llmnode.models.peft_folder import find_adapter
 from llmnode.net.addresses import parse_peer_id
 
 if TYPE_CHECKING:
@@ -286,7 +286,7 @@ def _open(name: str | None, options: dict[str, Any]) -> DistributedModelForCausa
 
 def _is_served(adapter: object) -> bool:
     """Whether it is the name or the digest of an adapter that servers announce, and nothing that PEFT could load."""
-    return isinstance(adapter, str) and "/" not in adapter and not is_adapter_folder(adapter)
+    return isinstance(adapter, str) and "/" not in adapter and find_adapter(adapter) is None
 
 
 def _equip(model: Any, options: dict[str, Any]) -> None:  # Any: with any head

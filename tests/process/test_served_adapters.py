@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import llmnode
 from llmnode.errors import AdapterError, ConfigError, LlmnodeError
-from llmnode.models.peft_folder import WEIGHTS_FILE
+from llmnode.models.sources.checkpoint import ADAPTER_WEIGHTS_FILE
 from llmnode.node import Node
 from llmnode.node.cli import main
 from llmnode.petals import AutoDistributedModelForCausalLM
@@ -143,9 +143,9 @@ def test_a_bad_adapter_ends_a_server_at_its_start_with_the_fix(folder: Path, tmp
     bad.mkdir()
     for file in (folder / "pirate").iterdir():
         (bad / file.name).write_bytes(file.read_bytes())
-    tensors = load_file(bad / WEIGHTS_FILE)
+    tensors = load_file(bad / ADAPTER_WEIGHTS_FILE)
     name = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
-    save_file(tensors | {name: tensors[name][:, 1:].contiguous()}, bad / WEIGHTS_FILE)
+    save_file(tensors | {name: tensors[name][:, 1:].contiguous()}, bad / ADAPTER_WEIGHTS_FILE)
 
     def refused(*adapters: str) -> LlmnodeError:
         with pytest.raises(LlmnodeError) as caught:
@@ -158,7 +158,7 @@ def test_a_bad_adapter_ends_a_server_at_its_start_with_the_fix(folder: Path, tmp
     assert "Leave it out of --adapters" in str(wrong_shape)
     assert "one of that name or content already" in str(refused(str(folder / "pirate"), f"x={folder / 'pirate'}"))
     assert "9 are named, of at most 8" in str(refused(*[str(folder / "pirate")] * 9))
-    os.truncate(bad / WEIGHTS_FILE, 10 << 30)
+    os.truncate(bad / ADAPTER_WEIGHTS_FILE, 10 << 30)
     assert "use one of lower rank" in str(refused(str(bad)))
 
 

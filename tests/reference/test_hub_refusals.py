@@ -15,7 +15,7 @@ from llmnode.models.names import EMBEDDED_MODEL
 from llmnode.models.open_model import open_model
 from llmnode.models.sources import online
 from llmnode.models.sources.checkpoint import CONFIG_FILE, INDEX_FILE, SINGLE_FILE
-from llmnode.models.sources.hub import HubName, parse_hub_name
+from llmnode.models.sources.repository import HubName, parse_hub_name
 from reference.hub import NAME, Hub, Repository, save_sharded, the_hub
 
 if TYPE_CHECKING:

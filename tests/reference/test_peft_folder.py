@@ -21,10 +21,10 @@ from llmnode.client.block_adapters import BlockAdapters
 from llmnode.core.adapters import MOST_RANK
 from llmnode.errors import AdapterError, ConfigError
 from llmnode.models.lora import Lora
-from llmnode.models.peft_folder import PICKLE_FILE, WEIGHTS_FILE, is_adapter_folder, read_adapter, read_named
-from llmnode.models.sources.checkpoint import ADAPTER_FILE
+from llmnode.models.peft_folder import find_adapter, read_adapter, read_named
+from llmnode.models.sources.checkpoint import ADAPTER_FILE, ADAPTER_PICKLE_FILE, ADAPTER_WEIGHTS_FILE
+from reference.peft_batch import TARGETS, parts_of, with_adapters
 from reference.small import BLOCKS, HIDDEN_SIZE, make_model, open_saved
-from reference.test_peft import TARGETS, parts_of, with_adapters
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -100,28 +100,28 @@ def changed_config(**changes: Any) -> Callable[[Path], None]:
 
 def changed_tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
     def apply(path: Path) -> None:
-        tensors = load_file(path / WEIGHTS_FILE)
+        tensors = load_file(path / ADAPTER_WEIGHTS_FILE)
         change(tensors)
-        save_file(tensors, path / WEIGHTS_FILE)
+        save_file(tensors, path / ADAPTER_WEIGHTS_FILE)
 
     return apply
 
 
 def only_a_pickle(path: Path) -> None:
-    (path / WEIGHTS_FILE).unlink()
-    (path / PICKLE_FILE).write_bytes(pickle.dumps({"never": "read"}))
+    (path / ADAPTER_WEIGHTS_FILE).unlink()
+    (path / ADAPTER_PICKLE_FILE).write_bytes(pickle.dumps({"never": "read"}))
 
 
 def ten_gigabytes(path: Path) -> None:
-    os.truncate(path / WEIGHTS_FILE, 10 << 30)  # sparse
+    os.truncate(path / ADAPTER_WEIGHTS_FILE, 10 << 30)  # sparse
 
 
 FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "a pickle": (only_a_pickle, "safe_serialization=True"),
     "ten gigabytes": (ten_gigabytes, "use one of lower rank"),
-    "cut off": (lambda path: os.truncate(path / WEIGHTS_FILE, 1000), "is damaged"),
-    "nothing": (lambda path: (path / WEIGHTS_FILE).write_bytes(b""), "is damaged"),
-    "no weights": (lambda path: (path / WEIGHTS_FILE).unlink(), "give a folder that PEFT has saved"),
+    "cut off": (lambda path: os.truncate(path / ADAPTER_WEIGHTS_FILE, 1000), "is damaged"),
+    "nothing": (lambda path: (path / ADAPTER_WEIGHTS_FILE).write_bytes(b""), "is damaged"),
+    "no weights": (lambda path: (path / ADAPTER_WEIGHTS_FILE).unlink(), "give a folder that PEFT has saved"),
     "no config": (lambda path: (path / ADAPTER_FILE).unlink(), ADAPTER_FILE),
     "a broken config": (lambda path: (path / ADAPTER_FILE).write_text("{"), ADAPTER_FILE),
     "DoRA": (changed_config(use_dora=True), "DoRA: train one without"),
@@ -228,14 +228,14 @@ def test_another_base_is_refused_by_its_name_on_the_hub(copied: tuple[ModelInfo,
 def test_what_is_no_folder_or_no_name_is_refused(copied: tuple[ModelInfo, Path]) -> None:
     info, path = copied
     for text in ("pirate", str(path / "nothing"), "name=nothing"):
-        assert not is_adapter_folder(text)
+        assert find_adapter(text) is None
         with pytest.raises(ConfigError, match="is no folder"):
             read_adapter(text, info)
         with pytest.raises(ConfigError, match="is no folder"):
             read_named(text, info)
     odd = path.parent / "a name"
     path.rename(odd)
-    assert is_adapter_folder(str(odd))
+    assert find_adapter(str(odd)) == odd
     with pytest.raises(ConfigError, match="give NAME=FOLDER"):
         read_named(str(odd), info)
     assert read_named(f"odd={odd}", info).name == "odd"

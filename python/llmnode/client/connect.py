@@ -22,7 +22,7 @@ from llmnode.models.embedded import open_embedded
 from llmnode.models.generation_config import generation_config
 from llmnode.models.load import load_ends
 from llmnode.models.open_model import open_model
-from llmnode.models.peft_folder import is_adapter_folder, read_adapter
+from llmnode.models.peft_folder import find_adapter, read_adapter
 from llmnode.models.text.tokenizer import find_tokenizer
 from llmnode.net.addresses import parse_peer
 from llmnode.net.invite import Invite
@@ -238,10 +238,10 @@ async def aconnect(
     compute in `dtype` are used: "float32" is exact, "float32+int8" has quantized weights, "float32+kv-int8" has
     quantized KV. "auto" is "float32" where the swarm serves the whole model in it, else the one of the most throughput,
     which a logged warning names. One that servers at a single address have comes after those of several.
-    `client.model.precision` is the one that was found. `adapter` is the folder of a LoRA adapter that PEFT has saved,
-    which goes to the servers; or the name or the digest of one that servers announce, of which a logged warning says
-    whose word it is. All blocks then compute with it. `policy` and `link_policy` are the limits and deadlines of
-    sessions and of links.
+    `client.model.precision` is the one that was found. `adapter` is a LoRA adapter that PEFT has saved, a folder or a
+    name on the hub (`org/name`), which goes to the servers; or the name or the digest of one that servers announce, of
+    which a logged warning says whose word it is. All blocks then compute with it. `policy` and `link_policy` are the
+    limits and deadlines of sessions and of links.
 
     Raises ConfigError (an address, a name, an invite and a key), AdapterError, PeerError (no peer can be reached) or
     NoRoute (blocks that nobody holds).
@@ -268,7 +268,7 @@ async def aconnect(
         with single_error():
             router = await find_router(parts.model, wish, pool, swarm, policy)
             own: Adapter | None = None
-            if adapter is not None and is_adapter_folder(adapter):
+            if adapter is not None and find_adapter(adapter) is not None:
                 own = (await trio.to_thread.run_sync(read_adapter, adapter, router.finder.model)).adapter
             elif adapter is not None:
                 router = await with_served_adapter(router, adapter)

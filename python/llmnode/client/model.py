@@ -13,6 +13,7 @@ from llmnode.client.portal import open_portal
 from llmnode.core.model import AUTO
 from llmnode.core.policy import ClientPolicy, RelayedPolicy, SpotCheckPolicy
 from llmnode.models.open_model import open_model
+from llmnode.models.peft_folder import downloaded
 from llmnode.net.invite import Invite, is_invite
 from llmnode.net.swarm_key import entry
 
@@ -43,14 +44,14 @@ def connect(  # noqa: PLR0913  # each is an option that users know, and all but 
 
     `codec` is how hidden states cross the wire: "raw" is exact; "fp16", "bf16" and "int8" are lossy and smaller. Only
     servers that compute in `dtype` are used: "float32" is exact, "float32+int8" and the like have quantized weights
-    (`core.model.PRECISIONS`), and "auto" takes what the swarm serves, as `aconnect` says. `adapter` is the folder of a
-    LoRA adapter that PEFT has saved, or the name or digest of one that servers announce (`llmnode adapters`). Blocks
-    compute with it, and it is not trained. `spot_check` is the share of what they compute that others compute again
-    (`session/spot_checks.py`); a session that so finds a cheat ends with SessionLost, and training goes on without the
-    cheat. `relayed_prefill` is for long prompts to servers that are reached through a relay: "wait" some seconds for a
-    direct way and then use the relay, "allow" that at once, or "refuse" it with ConfigError. `report` is told in a line
-    what takes long, as a download does. The model is a context manager; or call `close()` when done. Raises
-    ConfigError, AdapterError, PeerError or NoRoute.
+    (`core.model.PRECISIONS`), and "auto" takes what the swarm serves, as `aconnect` says. `adapter` is a LoRA adapter
+    that PEFT has saved, a folder or a name on the hub (`org/name`), or the name or digest of one that servers announce
+    (`llmnode adapters`). Blocks compute with it, and it is not trained. `spot_check` is the share of what they compute
+    that others compute again (`session/spot_checks.py`); a session that so finds a cheat ends with SessionLost, and
+    training goes on without the cheat. `relayed_prefill` is for long prompts to servers that are reached through a
+    relay: "wait" some seconds for a direct way and then use the relay, "allow" that at once, or "refuse" it with
+    ConfigError. `report` is told in a line what takes long, as a download does. The model is a context manager; or call
+    `close()` when done. Raises ConfigError, AdapterError, PeerError or NoRoute.
     """
     policy = ClientPolicy(spot_checks=SpotCheckPolicy(spot_check), relayed=RelayedPolicy(prefill=relayed_prefill))
     name, way_in = model_and_way_in(name, peers, swarm_key)
@@ -81,6 +82,7 @@ def open_as(
     check_way_in(way_in)  # before the seconds that loading takes
     folder = open_model(name, report)
     parts = load_parts(folder)
+    adapter = adapter and downloaded(adapter, report)
     with ExitStack() as stack:
         portal = stack.enter_context(open_portal())
         client = stack.enter_context(

@@ -11,7 +11,8 @@ from llmnode.models.embedded import open_embedded
 from llmnode.models.gguf.convert import is_gguf, open_gguf
 from llmnode.models.names import EMBEDDED_MODEL
 from llmnode.models.sources.folder import open_folder
-from llmnode.models.sources.hub import open_hub, parse_hub_name
+from llmnode.models.sources.hub import open_hub
+from llmnode.models.sources.repository import parse_hub_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""A LoRA adapter in a folder as PEFT saves it, as the parts that servers take. It reads safetensors, never a pickle.
+"""A LoRA adapter as PEFT saves it, in a folder or on the hub, as the parts that servers take. It reads no pickle.
 
 The parts are byte for byte those of a client that loads the same folder by PEFT, so both have the same digest. Torch is
 not imported: a server reads its adapters in a process that computes nothing.
@@ -16,22 +16,23 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from llmnode.core.adapters import MOST_RANK, NAME_PATTERN, AnnouncedAdapter
+from llmnode.core.hub_names import HUB
 from llmnode.core.model import FP32_BYTES
 from llmnode.core.user_input import expand_path
 from llmnode.errors import AdapterError, ConfigError, ModelError
 from llmnode.models.families import FAMILIES
-from llmnode.models.sources.checkpoint import ADAPTER_FILE
+from llmnode.models.sources.checkpoint import ADAPTER_FILE, ADAPTER_PICKLE_FILE, ADAPTER_WEIGHTS_FILE
 from llmnode.models.sources.damage import read_json
+from llmnode.models.sources.hub_adapter import hub_adapter
+from llmnode.models.sources.repository import HubName, parse_hub_name
 from llmnode.wire.adapter import make_adapter
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from llmnode.core.model import ModelInfo
     from llmnode.wire.adapter import Adapter
 
-WEIGHTS_FILE = "adapter_model.safetensors"
-PICKLE_FILE = "adapter_model.bin"
 MOST_BYTES = 512 << 20
 """Servers hold this much of all adapters together (`BudgetPolicy.adapter_bytes`)."""
 _PREFIXES = "|".join(sorted({re.escape(family.block_prefix) for family in FAMILIES.values()}))
@@ -78,45 +79,80 @@ class LocalAdapter:
         return AnnouncedAdapter(self.name, self.adapter.digest, self.rank)
 
 
-def is_adapter_folder(text: str) -> bool:
-    """Whether `text` is the path of a folder, so that it is no name of an adapter."""
-    try:
-        return expand_path(text).is_dir()
-    except (ConfigError, OSError):
-        return False
+def find_adapter(text: str) -> Path | HubName | None:
+    """The folder of an adapter, or its name on the hub: `org/name`, and `@revision` may follow. Asks no hub.
 
-
-def read_named(text: str, model: ModelInfo) -> LocalAdapter:
-    """The adapter for `model` in the folder FOLDER, where `text` is FOLDER or NAME=FOLDER. Blocks while it reads.
-
-    Without NAME it has the folder's name. Raises ConfigError for a folder or a name that is none, and AdapterError for
-    an adapter that servers cannot compute.
+    None if `text` is neither, as the name of an adapter that servers announce. After `hub:` it is never a path.
     """
-    name, found, folder = text.partition("=")
-    if not found or is_adapter_folder(text) or not re.fullmatch(NAME_PATTERN, name):
-        name, folder = Path(os.path.abspath(expand_path(text))).name, text  # a symlink's own name
-    if is_adapter_folder(folder) and not re.fullmatch(NAME_PATTERN, name):
+    try:
+        path = None if text.startswith(HUB) else expand_path(text)
+        if path is not None and path.is_dir():
+            return path
+    except (ConfigError, OSError):
+        return None
+    return parse_hub_name(text.removeprefix(HUB))
+
+
+def adapter_folder(text: str, report: Callable[[str], None] = lambda _line: None) -> Path:
+    """The folder of the adapter `text`, as `find_adapter` takes it; one of the hub is downloaded. Blocks meanwhile.
+
+    `report` gets a line before each slow step. Raises ConfigError if there is none, and otherwise as `hub_adapter`.
+    """
+    match find_adapter(text):
+        case Path() as path:
+            return path
+        case HubName() as name:
+            return hub_adapter(name, MOST_BYTES, report)
+    raise ConfigError(
+        f"the adapter {text!r} is no folder, and no name on the hub (org/name or org/name@revision): give one that "
+        f"PEFT has saved, with {ADAPTER_FILE} and {ADAPTER_WEIGHTS_FILE}"
+    )
+
+
+def downloaded(text: str, report: Callable[[str], None]) -> str:
+    """`text`; but the folder of the adapter, which is downloaded, if it is a name on the hub.
+
+    `report` gets a line before each slow step. Raises as `adapter_folder`.
+    """
+    return str(adapter_folder(text, report)) if isinstance(find_adapter(text), HubName) else text
+
+
+def read_named(text: str, model: ModelInfo, report: Callable[[str], None] = lambda _line: None) -> LocalAdapter:
+    """The adapter for `model` of ADAPTER, a folder or a name on the hub, where `text` is ADAPTER or NAME=ADAPTER.
+
+    Without NAME it has the folder's name, or that on the hub without the organization. Blocks while it reads; `report`
+    gets a line before each slow step. Raises ConfigError for an adapter or a name that is none, and AdapterError for an
+    adapter that servers cannot compute.
+    """
+    name, found, source = text.partition("=")
+    if not found or find_adapter(text) is not None or not re.fullmatch(NAME_PATTERN, name):
+        source, name = text, _own_name(text)
+    if find_adapter(source) is not None and not re.fullmatch(NAME_PATTERN, name):
         raise ConfigError(
             f"{name!r} is no name for an adapter: give NAME=FOLDER, with letters, digits, '.', '_' and '-'"
         )
-    return replace(read_adapter(folder, model), name=name)
+    return replace(read_adapter(source, model, report), name=name)
 
 
-def read_adapter(folder: str, model: ModelInfo) -> LocalAdapter:
-    """The adapter for `model` in a folder, whose path is its name. Blocks while it reads. Raises as `read_named`."""
-    path = expand_path(folder)
-    if not path.is_dir():
-        raise ConfigError(
-            f"the adapter {folder!r} is no folder: give one that PEFT has saved, with {ADAPTER_FILE} and "
-            f"{WEIGHTS_FILE}. `hf download ORG/NAME --local-dir FOLDER` gets one of the hub"
-        )
+def _own_name(text: str) -> str:
+    if isinstance(found := find_adapter(text), HubName):
+        return found.repo.rpartition("/")[2]
+    return Path(os.path.abspath(expand_path(text))).name  # a symlink's own
+
+
+def read_adapter(text: str, model: ModelInfo, report: Callable[[str], None] = lambda _line: None) -> LocalAdapter:
+    """The adapter for `model` of the folder, or of the name on the hub, that `text` is. Its path is its name.
+
+    Blocks while it reads. `report` gets a line before each slow step. Raises as `read_named`.
+    """
+    path = adapter_folder(text, report)
     try:
         return _read(path, model)
     except (AdapterError, ModelError) as error:
-        raise AdapterError(f"the adapter {folder}: {error}") from error
+        raise AdapterError(f"the adapter {text}: {error}") from error
     except OSError as error:
         why = f"{error.filename or path} cannot be read ({error.strerror})"
-        raise ConfigError(f"the adapter {folder}: {why}") from error
+        raise ConfigError(f"the adapter {text}: {why}") from error
 
 
 def _read(path: Path, model: ModelInfo) -> LocalAdapter:
@@ -140,7 +176,7 @@ def _read(path: Path, model: ModelInfo) -> LocalAdapter:
         scales = {layer: _scale(config, alphas, f"{prefix}{block}.{layer}", part[layer]["A"]) for layer in part}
         parts[block] = _packed(part, scales)
     if not parts:
-        raise AdapterError(f"{WEIGHTS_FILE} has no tensors: save the adapter again")
+        raise AdapterError(f"{ADAPTER_WEIGHTS_FILE} has no tensors: save the adapter again")
     base = config.get("base_model_name_or_path")
     base = base if isinstance(base, str) else ""
     return LocalAdapter(str(path), base, rank, make_adapter(model.digest, parts))
@@ -191,17 +227,18 @@ def _tensors(path: Path) -> dict[str, np.ndarray]:
     """All tensors in fp32, by their names."""
     from safetensors import SafetensorError, deserialize
 
-    file = path / WEIGHTS_FILE
+    file = path / ADAPTER_WEIGHTS_FILE
     if not file.is_file():
-        if (path / PICKLE_FILE).exists():
+        if (path / ADAPTER_PICKLE_FILE).exists():
             raise AdapterError(
-                f"{PICKLE_FILE} is a pickle, which runs code when it is read: save the adapter with "
+                f"{ADAPTER_PICKLE_FILE} is a pickle, which runs code when it is read: save the adapter with "
                 "save_pretrained(FOLDER, safe_serialization=True)"
             )
-        raise AdapterError(f"there is no {WEIGHTS_FILE} in {path}: give a folder that PEFT has saved")
+        raise AdapterError(f"there is no {ADAPTER_WEIGHTS_FILE} in {path}: give a folder that PEFT has saved")
     if (size_bytes := file.stat().st_size) > MOST_BYTES:
         raise AdapterError(
-            f"{WEIGHTS_FILE} has {size_bytes >> 20} MiB, and servers hold {MOST_BYTES >> 20}: use one of lower rank"
+            f"{ADAPTER_WEIGHTS_FILE} has {size_bytes >> 20} MiB, and servers hold {MOST_BYTES >> 20}: use one of lower "
+            "rank"
         )
     try:
         content = deserialize(file.read_bytes())  # type: ignore[no-untyped-call]  # safetensors does not type it
@@ -209,7 +246,7 @@ def _tensors(path: Path) -> dict[str, np.ndarray]:
     except (SafetensorError, ValueError) as error:
         what = reprlib.repr(str(error))
         raise AdapterError(
-            f"{WEIGHTS_FILE} is no safetensors, or is damaged ({what}): save the adapter again"
+            f"{ADAPTER_WEIGHTS_FILE} is no safetensors, or is damaged ({what}): save the adapter again"
         ) from error
     if FP32_BYTES * sum(each.size for each in found.values()) > MOST_BYTES:
         raise AdapterError(f"it has more than {MOST_BYTES >> 20} MiB in fp32: use one of lower rank")

@@ -24,6 +24,8 @@ CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 ADAPTER_FILE = "adapter_config.json"
+ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
+ADAPTER_PICKLE_FILE = "adapter_model.bin"
 
 _SAFE, _INDEX = ".safetensors", ".safetensors.index.json"
 _NAMED = "transformers_weights"
