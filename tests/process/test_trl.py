@@ -73,7 +73,7 @@ def model(peers: list[str]) -> Iterator[Any]:
         yield connected
 
 
-@pytest.mark.parametrize("loss_type", ["chunked_nll", "nll"])
+@pytest.mark.parametrize("loss_type", ["nll", "dft"])
 def test_its_losses_are_those_of_one_process(
     loss_type: str, model: Any, transformers_model: Any, tokenizer: Any, tmp_path: Path
 ) -> None:
