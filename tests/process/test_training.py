@@ -244,7 +244,7 @@ def test_a_copy_of_a_model_learns_by_itself_over_the_same_servers(pair: Pair) ->
             each.sub_(each.grad)
     prompt = torch.arange(1, 4)[None]
     assert _error(copied(prompt).logits, pair.served(prompt).logits) > 0.01
-    assert torch.equal(pair.served(**batch).logits, before)
+    assert _error(pair.served(**batch).logits, before) < FURTHEST
     here = [each for each in copied.parameters() if each.untyped_storage().nbytes() >= each.nbytes]
     assert sum(each.nbytes for each in here) == sum(each.nbytes for each in _ends_of(copied).values())
 

@@ -26,20 +26,8 @@ FURTHEST = 1e-5
 TEXTS = [{"text": topics[name][:400]} for name in ("assert", "break", "del", "global", "import", "pass")]
 
 
-class Recorded(trl.SFTTrainer):  # type: ignore[misc]  # not typed
-    """Keeps each loss as it is: the trainer's own log has four places."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        self.losses: list[torch.Tensor] = []
-        super().__init__(*args, **options)
-
-    def compute_loss(self, *args: Any, **options: Any) -> Any:
-        found = super().compute_loss(*args, **options)
-        self.losses.append((found[0] if isinstance(found, tuple) else found).detach())
-        return found
-
-
-def _train(model: Any, tokenizer: Any, folder: Path, **options: Any) -> Recorded:
+def _train(model: Any, tokenizer: Any, folder: Path, **options: Any) -> tuple[Any, list[torch.Tensor]]:
+    """The trainer, and each loss as it is: the trainer's own log has four places."""
     arguments = trl.SFTConfig(
         output_dir=str(folder),
         use_cpu=True,
@@ -54,7 +42,7 @@ def _train(model: Any, tokenizer: Any, folder: Path, **options: Any) -> Recorded
         **options,
     )
     torch.manual_seed(0)
-    trainer = Recorded(
+    trainer = trl.SFTTrainer(
         model=model,
         args=arguments,
         train_dataset=datasets.Dataset.from_list(TEXTS),
@@ -62,9 +50,18 @@ def _train(model: Any, tokenizer: Any, folder: Path, **options: Any) -> Recorded
         processing_class=tokenizer,
         peft_config=peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "down_proj"]),
     )
+    losses: list[torch.Tensor] = []
+    compute = trainer.compute_loss
+
+    def recorded(*args: Any, **more: Any) -> Any:
+        found = compute(*args, **more)
+        losses.append((found[0] if isinstance(found, tuple) else found).detach())
+        return found
+
+    trainer.compute_loss = recorded
     trainer.train()
     trainer.evaluate()
-    return trainer
+    return trainer, losses
 
 
 @pytest.fixture
@@ -78,12 +75,12 @@ def test_its_losses_are_those_of_one_process(
     loss_type: str, model: Any, transformers_model: Any, tokenizer: Any, tmp_path: Path
 ) -> None:
     whole = copy.deepcopy(transformers_model)
-    theirs = _train(whole, tokenizer, tmp_path / "theirs", loss_type=loss_type)
-    ours = _train(model, tokenizer, tmp_path / "ours", loss_type=loss_type)
-    assert len(ours.losses) == len(theirs.losses) > STEPS
-    for one, other in zip(ours.losses, theirs.losses, strict=True):
+    theirs, their_losses = _train(whole, tokenizer, tmp_path / "theirs", loss_type=loss_type)
+    ours, losses = _train(model, tokenizer, tmp_path / "ours", loss_type=loss_type)
+    assert len(losses) == len(their_losses) > STEPS
+    for one, other in zip(losses, their_losses, strict=True):
         assert abs(one - other) < FURTHEST * other
-    assert theirs.losses[STEPS - 1] < theirs.losses[0]
+    assert losses[STEPS] != losses[0]
     prompt = tokenizer("The", return_tensors="pt")
     texts = [each.model.generate(**prompt, max_new_tokens=4, do_sample=False) for each in (theirs, ours)]
     assert texts[0].tolist() == texts[1].tolist()
