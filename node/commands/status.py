@@ -13,7 +13,7 @@ from llmnode.node.watching import DOUBLE_FIX, UNREAD, UPDATE
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from rich.table import Table
 
@@ -30,6 +30,7 @@ BESIDE_BAR = 76
 LEAST_BAR = 4
 MIB = 1 << 20
 ASKED_AT_ONCE = 32
+ASKED_FOR_S = 12.0
 STYLES = {"online": "green", "joining": "yellow"}
 
 
@@ -67,9 +68,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _ask(to: Invite) -> tuple[list[Announcement], dict[PeerId, ServerReport], ClockVerdict, int]:
-    """The announced servers, the answers of those that can be reached, clocks, and the count of unread ones."""
+    """The announced servers, the answers of those that can be reached, clocks, and the count of unread ones.
+
+    Address groups have turns, and there is a limit for all: strangers can announce any number of servers.
+    """
+    import random
+
     import trio
 
+    from llmnode.core.address_groups import announced_group
+    from llmnode.core.bounded_store import in_turn
     from llmnode.core.policy import LinkPolicy, RoutePolicy
     from llmnode.errors import ConfigError, PeerError
     from llmnode.node.status import ServerReport
@@ -77,24 +85,30 @@ async def _ask(to: Invite) -> tuple[list[Announcement], dict[PeerId, ServerRepor
     from llmnode.wire.server_figures import figures_of
 
     answers: dict[PeerId, ServerReport] = {}
-    limiter = trio.CapacityLimiter(ASKED_AT_ONCE)
     timeout_s = RoutePolicy().connect_timeout_s
 
     async def describe(each: Announcement) -> None:
-        async with limiter:
-            with suppress(PeerError, ConfigError), trio.move_on_after(timeout_s):
-                connection = await pool.connect(each.addresses)
-                asked_s = trio.current_time()
-                description = await connection.describe(timeout_s)
-                round_trip_us = int((trio.current_time() - asked_s) * 1e6)
-                figures = figures_of(description)
-                answers[each.peer] = ServerReport(description, connection.relayed, round_trip_us, figures)
+        with suppress(PeerError, ConfigError), trio.move_on_after(timeout_s):
+            connection = await pool.connect(each.addresses)
+            asked_s = trio.current_time()
+            description = await connection.describe(timeout_s)
+            round_trip_us = int((trio.current_time() - asked_s) * 1e6)
+            figures = figures_of(description)
+            answers[each.peer] = ServerReport(description, connection.relayed, round_trip_us, figures)
+
+    async def describe_next(waiting: Iterator[Announcement]) -> None:
+        for each in waiting:
+            await describe(each)
 
     async with join_swarm(to.peers, LinkPolicy(), swarm_key=to.key, is_near=to.is_near) as (pool, swarm):
         announcements = swarm.view.announcements()
-        async with trio.open_nursery() as nursery:
-            for each in announcements:
-                nursery.start_soon(describe, each)
+        known = {each.peer: each for each in announcements}
+        groups = {each.peer: announced_group(each.addresses[0]) or "" for each in announcements if each.addresses}
+        waiting = iter([known[peer] for peer in in_turn(groups, len(groups), random.Random())])
+        with trio.move_on_after(ASKED_FOR_S):
+            async with trio.open_nursery() as nursery:
+                for _ in range(ASKED_AT_ONCE):
+                    nursery.start_soon(describe_next, waiting)
         return announcements, answers, swarm.judge_clocks(), swarm.unread
 
 

@@ -51,9 +51,10 @@ async def forgive(*_):
 Conduct.note_malformed = forgive
 """
 
-# `llmnode serve`, that tells on SIGUSR2 which trio tasks live.
+# `llmnode serve`, that tells on SIGUSR2 which trio tasks live, the processor time of the longest step of the event loop
+# since the last time, and the hosts that it has dialled.
 WATCHED_SERVE = """
-import collections, json, os, signal, trio
+import collections, functools, json, os, signal, sys, time, trio
 from llmnode.node.cli import run
 
 def names(task):
@@ -62,10 +63,28 @@ def names(task):
         for child in nursery.child_tasks:
             yield from names(child)
 
+class Steps(trio.abc.Instrument):
+    longest_s = began_s = 0.0
+
+    def before_task_step(self, _task):
+        self.began_s = time.thread_time()
+
+    def after_task_step(self, _task):
+        self.longest_s = max(self.longest_s, time.thread_time() - self.began_s)
+
+def note_dial(event, arguments):
+    if event == "socket.connect" and isinstance(arguments[1], tuple):
+        dialled.add(arguments[1][0])
+
 def tell(*_):
     tasks = collections.Counter(names(trio.lowlevel.current_root_task()))
-    os.write(1, (json.dumps({"event": "tasks", "tasks": tasks}) + "\\n").encode())
+    said = {"event": "tasks", "tasks": tasks, "longest_step_s": steps.longest_s, "dialled": sorted(dialled)}
+    os.write(1, (json.dumps(said) + "\\n").encode())
+    steps.longest_s = 0.0
 
+steps, dialled = Steps(), set()
+sys.addaudithook(note_dial)
+trio.run = functools.partial(trio.run, instruments=[steps])
 signal.signal(signal.SIGUSR2, tell)
 run()
 """
@@ -73,12 +92,18 @@ run()
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """The resources that a server and its worker hold. `tasks` are trio's, by name."""
+    """The resources that a server and its worker hold. `tasks` are trio's, by name.
+
+    The longest step is that of the server's event loop since the footprint before, in processor time. `dialled` are all
+    hosts to which the server has begun to connect.
+    """
 
     memory_mib: float
     files: int
     threads: int
     tasks: Counter[str]
+    longest_step_s: float
+    dialled: frozenset[str]
 
 
 @dataclass
@@ -94,11 +119,12 @@ class SmallServer:
 
     def footprint(self) -> Footprint:
         self.process.send_signal(signal.SIGUSR2)
-        tasks = Counter(self._event("tasks")["tasks"])
+        said = self._event("tasks")
         processes = with_worker(self.process.pid)
         memory_mib = sum(each.memory_full_info().uss for each in processes) / 2**20
         files, threads = sum(each.num_fds() for each in processes), sum(each.num_threads() for each in processes)
-        return Footprint(memory_mib, files, threads, tasks)
+        tasks, dialled = Counter(said["tasks"]), frozenset(said["dialled"])
+        return Footprint(memory_mib, files, threads, tasks, said["longest_step_s"], dialled)
 
     def check_no_traceback(self) -> None:
         said = self.errors.read_text()

@@ -195,6 +195,31 @@ def test_a_server_tells_nobody_what_is_at_an_address_and_dials_it_a_few_times(se
     trio.run(check)
 
 
+def test_announced_addresses_in_private_networks_are_not_dialled(served: Served) -> None:
+    """One of another address is, so that it is known that they were asked for."""
+    hosts = ["10.201.77.1", "172.20.77.1", "192.168.77.1", "100.64.77.1", "169.254.169.254"]
+    places = [*(f"/ip4/{each}/tcp/22" for each in hosts), "/ip6/fd77::1/tcp/22", "/ip6/fe80::77/tcp/22"]
+
+    async def check() -> None:
+        async with stranger(served, "127.0.10.1") as network, listening("127.0.10.2") as (port, connections):
+            link = await network.dial(served.address)
+            await link.send(served.open_frame(name(6)))
+            assert (await answer(link)).type is FrameType.OPENED
+            told = [(*identity(), place) for place in (*places, f"/ip4/127.0.10.2/tcp/{port}")]
+            for peer, sign, place in told:
+                await link.send(served.news((peer, f"{place}/p2p/{peer}", sign)))
+            for number, (peer, _, _) in enumerate(told):
+                meta = pack(Neighbours("", peer, name(7), quiet=False, again=False))
+                await link.send(Frame(FrameType.NEIGHBOURS, name(6), step=Step(number), meta=meta))
+                assert (await refusal(link)).code == RefusalCode.CANNOT_FORWARD
+            assert connections
+            dialled = served.server.footprint().dialled
+            assert "127.0.10.2" in dialled
+            assert all(each.startswith("127.") for each in dialled), dialled
+
+    trio.run(check)
+
+
 def test_silent_streams_do_not_close_the_dht(served: Served) -> None:
     protocol, peer = TProtocol("/ipfs/kad/1.0.0"), parse_peer(served.address).peer_id
 

@@ -6,6 +6,7 @@ import re
 import sys
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from llmnode.client.ends import SharedEnds
 from llmnode.client.generate import next_token
 from llmnode.core.announcement import Announcement, Offer, PeerState
 from llmnode.core.ids import PeerId
-from llmnode.core.policy import ClientPolicy, RoutePolicy, SwarmPolicy
+from llmnode.core.policy import ClientPolicy, RoutePolicy, StandingPolicy, SwarmPolicy
 from llmnode.core.span import Span
 from llmnode.errors import PeerError, PeerUnreachable
 from llmnode.models.load import load_ends
@@ -131,8 +132,8 @@ LIES: dict[str, Callable[[Frame], Frame]] = {
 
 
 @asynccontextmanager
-async def liar(served: Served, host: str, lie: Callable[[Frame], Frame]) -> AsyncIterator[PeerId]:
-    """A server that says that it is the fastest, takes every session, and answers steps as `lie` says."""
+async def liar(served: Served, host: str, lie: Callable[[Frame], Frame | None]) -> AsyncIterator[PeerId]:
+    """A server that says that it is the fastest, takes every session, and answers steps as `lie` says, if at all."""
 
     async def serve(network: Any, task_status: trio.TaskStatus[None]) -> None:
         with suppress(PeerError):
@@ -148,8 +149,8 @@ async def liar(served: Served, host: str, lie: Callable[[Frame], Frame]) -> Asyn
                             await link.send(Frame(FrameType.FORWARDED, *header))
                         case FrameType.TRUNCATE:
                             await link.send(Frame(FrameType.TRUNCATED, *header))
-                        case FrameType.STEP:
-                            await link.send(lie(frame))
+                        case FrameType.STEP if (said := lie(frame)) is not None:
+                            await link.send(said)
 
     async def serve_all(network: Any) -> None:
         async with trio.open_nursery() as links:
@@ -168,9 +169,6 @@ async def liar(served: Served, host: str, lie: Callable[[Frame], Frame]) -> Asyn
 
 @pytest.mark.parametrize("what", LIES)
 def test_a_server_that_answers_with_no_numbers_costs_an_honest_session_little(served: Served, what: str) -> None:
-    nobody = SimpleNamespace(token=lambda *_: None)
-    parts = ClientParts(served.folder.info, load_ends(served.folder), nobody, None)  # type: ignore[arg-type]
-
     async def check() -> None:
         asked = 0
 
@@ -180,21 +178,53 @@ def test_a_server_that_answers_with_no_numbers_costs_an_honest_session_little(se
             return LIES[what](frame)
 
         async with liar(served, f"127.0.{60 + [*LIES].index(what)}.1", lie) as peer:
-            honest = PeerId(parse_peer(served.address).peer_id.to_base58())
-            policy = ClientPolicy(route=RoutePolicy(allowed=frozenset({peer, honest})))
-            connecting = aconnect([served.address], parts=parts, dtype="float32", policy=policy)
-            async with connecting as client:
-                client.router.finder.report(PeerUnreachable("as if it were", peer=honest))  # the liar comes first
-                tokens: list[int] = []
-                with trio.fail_after(ANSWER_S):
-                    async with client.inference_session(16) as session:
-                        while len(tokens) < NEW_TOKENS:
-                            choice, _ = await next_token(session, SharedEnds(parts.ends), tokens[-1:] or PROMPT)
-                            tokens.append(choice.id)
-            assert tokens == expected_tokens(served.model, PROMPT, NEW_TOKENS)
+            await check_serves_a_newcomer(served, ClientPolicy(route=only(served, peer)))
             assert asked
 
     trio.run(check)
+
+
+def test_a_crowd_that_takes_sessions_and_never_answers_costs_a_newcomer_one_wait(served: Served) -> None:
+    """Each at an address of its own. The wait is 8 s, and shorter here."""
+    asked: set[str] = set()
+
+    async def check() -> None:
+        async with AsyncExitStack() as stack:
+            hosts = [f"127.0.{80 + number}.1" for number in range(16)]
+            peers = [await stack.enter_async_context(liar(served, host, partial(hang, host))) for host in hosts]
+            policy = ClientPolicy(route=only(served, *peers), standing=StandingPolicy(first_patience_s=1.0))
+            began_s = trio.current_time()
+            await check_serves_a_newcomer(served, policy)
+            assert len(asked) > 4, "several are tried at once"
+            print(f"served after {trio.current_time() - began_s:.1f} s")
+
+    def hang(host: str, _step: Frame) -> None:
+        asked.add(host)
+
+    trio.run(check)
+
+
+def only(served: Served, *liars: PeerId) -> RoutePolicy:
+    return RoutePolicy(allowed=frozenset({*liars, honest_peer(served)}))
+
+
+def honest_peer(served: Served) -> PeerId:
+    return PeerId(parse_peer(served.address).peer_id.to_base58())
+
+
+async def check_serves_a_newcomer(served: Served, policy: ClientPolicy) -> None:
+    """A client that meets liars first gets its tokens, and soon."""
+    nobody = SimpleNamespace(token=lambda *_: None)
+    parts = ClientParts(served.folder.info, load_ends(served.folder), nobody, None)  # type: ignore[arg-type]
+    async with aconnect([served.address], parts=parts, dtype="float32", policy=policy) as client:
+        client.router.finder.report(PeerUnreachable("as if it were", peer=honest_peer(served)))  # liars come first
+        tokens: list[int] = []
+        with trio.fail_after(ANSWER_S):
+            async with client.inference_session(16) as session:
+                while len(tokens) < NEW_TOKENS:
+                    choice, _ = await next_token(session, SharedEnds(parts.ends), tokens[-1:] or PROMPT)
+                    tokens.append(choice.id)
+    assert tokens == expected_tokens(served.model, PROMPT, NEW_TOKENS)
 
 
 # Texts

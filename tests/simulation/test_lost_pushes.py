@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 import trio
 
-from llmnode.core.policy import ClientPolicy, PushPolicy
+from llmnode.core.policy import ClientPolicy, PushPolicy, StandingPolicy
 from llmnode.testing.link import MemoryLink
 from llmnode.wire.frame import Frame, FrameType
 from simulation.world import FORWARD_S, ROW, SPANS, Dialogue, pairs_of_servers, simulated
@@ -47,7 +47,8 @@ async def test_a_push_that_gets_lost_is_made_good_by_the_client() -> None:
 
 @simulated
 async def test_a_hop_that_finishes_a_long_forward_is_not_taken_for_dead_when_another_is_lost() -> None:
-    policy = ClientPolicy(chunk_tokens=4)
+    stays = StandingPolicy(slow_total_s=60.0)  # with a slow hop
+    policy = ClientPolicy(chunk_tokens=4, standing=stays)
     async with pairs_of_servers() as swarm, swarm.session(policy) as (session, _):
         dialogue = Dialogue(session, random.Random(1))
         await dialogue.step(4)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 import trio
 
-from llmnode.core.policy import ClientPolicy, RecoveryPolicy
+from llmnode.core.policy import ClientPolicy, RecoveryPolicy, StandingPolicy
 from llmnode.core.span import Span
 from llmnode.errors import NoRoute
 from llmnode.testing import exact_input, exact_output
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 POLICY = ClientPolicy(chunk_tokens=8)
 RECOVERY = RecoveryPolicy()
 POSITIONS = 60
+PATIENT = replace(POLICY, standing=StandingPolicy(first_patience_s=POLICY.step_timeout_s))
+"""A client that does not give up a new server before a step may have ended."""
 REPLAY_S = POLICY.step_timeout_s + POSITIONS / RECOVERY.replay_positions_per_s
 """The limit of one replay of them."""
 TRICKLE_S = 50.0
@@ -81,7 +84,7 @@ async def test_a_step_that_gets_on_may_lose_a_hop_long_after_another() -> None:
 
 @simulated
 async def test_a_server_that_trickles_keeps_a_session_from_others_for_a_limited_time() -> None:
-    async with pairs_of_servers() as swarm, swarm.session(POLICY) as (session, _):
+    async with pairs_of_servers() as swarm, swarm.session(PATIENT) as (session, _):
         await begun(session)
         lose_to(swarm, session, TRICKLE_S)
         async with trio.open_nursery() as nursery:

@@ -103,6 +103,11 @@ def find_route(
     return _hops([holders[index].peer for index in reversed(taken)])
 
 
+def cost_s(route: Route, costs: Mapping[PeerId, HopCost]) -> float:
+    """The time of a token through `route` by way of the client."""
+    return sum(costs[hop.peer].hop_s + len(hop.span) * costs[hop.peer].block_s for hop in route)
+
+
 def _savings(holders: Sequence[Hop], cost: Sequence[HopCost], ways: Ways) -> dict[int, list[tuple[int, float]]]:
     """For each holder, those before it from which a direct way is shorter than that by way of the client, and by how
     much.
@@ -185,3 +190,9 @@ def uncovered(blocks: int, spans: Sequence[Span]) -> list[Span]:
     if reached < blocks:
         gaps.append(Span(reached, blocks))
     return gaps
+
+
+def covers(spans: Iterable[Span], span: Span) -> bool:
+    """Whether `spans` have all blocks of `span` together."""
+    gaps = uncovered(span.end, [each for each in spans if each.start < span.end])
+    return not any(gap.end > span.start for gap in gaps)

@@ -95,9 +95,9 @@ class Providers(ProviderStore):
         self._policy = policy
         self._rng = SystemRandom()
         self._records: BoundedStore[tuple[bytes, bytes], tuple[PeerInfo, str]] = BoundedStore(
-            policy.provider_bytes, policy.lifetime_s, self._rng
+            policy.provider_bytes, policy.lifetime_s, self._rng, self._note_dropped
         )
-        self._of_key: dict[bytes, dict[bytes, str]] = {}
+        self._of_key: dict[bytes, dict[bytes, str]] = {}  # the sources of the records, by key and peer
 
     @property
     def size_bytes(self) -> int:
@@ -128,8 +128,6 @@ class Providers(ProviderStore):
 
     def cleanup_expired(self) -> None:
         self._records.drop_expired(now())
-        for key in list(self._of_key):
-            self._living(key)
 
     def get_provided_keys(self, peer_id: ID) -> list[bytes]:
         peer = peer_id.to_bytes()
@@ -140,16 +138,15 @@ class Providers(ProviderStore):
 
     def _living(self, key: bytes) -> dict[bytes, str]:
         """The providers of a key that the store still has, with their sources."""
-        living = {
-            peer: source
-            for peer, source in self._of_key.get(key, {}).items()
-            if self._records.get((key, peer), now()) is not None
-        }
-        if living:
-            self._of_key[key] = living
-        else:
-            self._of_key.pop(key, None)
-        return living
+        for peer in list(self._of_key.get(key, ())):
+            self._records.get((key, peer), now())  # drops it if it is too old
+        return self._of_key.get(key, {})
+
+    def _note_dropped(self, place: tuple[bytes, bytes]) -> None:
+        key, peer = place
+        del self._of_key[key][peer]
+        if not self._of_key[key]:
+            del self._of_key[key]
 
     def _to_make_way(self, places: dict[bytes, str], source: str) -> bytes:
         counts: dict[str, int] = {source: 1}
@@ -160,7 +157,6 @@ class Providers(ProviderStore):
 
     def _drop(self, key: bytes, peer: bytes) -> None:
         self._records.remove((key, peer))
-        self._of_key.get(key, {}).pop(peer, None)
 
 
 def now() -> float:

@@ -45,6 +45,13 @@ class LetGo(PeerRefused):
         super().__init__(RefusalCode.UNKNOWN_SESSION, why, peer=hop.peer, span=hop.span)
 
 
+class Outdone(PeerError):
+    """No peer has failed: a hop was left since it is slow, and others are believed to be much faster."""
+
+    def __init__(self, took_s: float) -> None:
+        super().__init__(f"takes {took_s:.1f} s for a step, which is much longer than it says")
+
+
 def wants_kv(failure: PeerError) -> bool:
     """Whether the peer has no KV for the session now, and may have some later."""
     if isinstance(failure, LetGo):
@@ -150,8 +157,11 @@ class StepFailures:
             raise SessionLost(self.causes) from self.causes[-1]
 
     def note_lost(self, failure: PeerError, finder: PeerFinder) -> None:
-        """A hop of the session failed, unless it was let go."""
+        """A hop of the session failed, unless it was let go. One that was left as it is slow is asked after others."""
         if isinstance(failure, LetGo):
+            return
+        if isinstance(failure, Outdone):
+            self._keep(failure)
             return
         self.note(failure, finder)
         was_moved = isinstance(failure, PeerRefused) and failure.code == RefusalCode.UNKNOWN_SESSION
@@ -163,16 +173,20 @@ class StepFailures:
         """A peer failed."""
         finder.report(error)
         self.wants_kv = self.wants_kv or wants_kv(error)
-        self.causes = [*self.causes[: CAUSES_KEPT - 1], error]
+        self._keep(error)
         if isinstance(error, PeerRefused):
             if error.retry_after_s is not None:
                 self.retry_in_s = min(self.retry_in_s or math.inf, error.retry_after_s)
             self.failed_computations[error.peer] += error.code == RefusalCode.COMPUTE_FAILED
         if error.peer is not None:
-            self.failed.add(error.peer)
             self.verdicts[error.peer] = finder.group_of(error.peer) if self._blames_session(error) else None
             if isinstance(error, PeerTimeout):
                 self.silent.add(error.peer)
+
+    def _keep(self, error: PeerError) -> None:
+        self.causes = [*self.causes[: CAUSES_KEPT - 1], error]
+        if error.peer is not None:
+            self.failed.add(error.peer)
 
     def _blames_session(self, error: PeerError) -> bool:
         if not isinstance(error, PeerRefused):

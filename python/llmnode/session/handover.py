@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -10,13 +11,14 @@ import trio
 
 from llmnode.core.route import Hop
 from llmnode.core.span import Span
-from llmnode.errors import PeerError, PeerRefused, PeerUnreachable
+from llmnode.errors import ConfigError, PeerError, PeerRefused, PeerUnreachable
 from llmnode.session.hop import SessionHop
-from llmnode.session.saved import SavedSession
+from llmnode.session.saved import MOST_CONTACTS, SavedSession, pack, write
 from llmnode.wire.messages import RefusalCode
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
     from llmnode.core.ids import Epoch, PeerId
     from llmnode.session.hops import SessionHops
@@ -68,6 +70,41 @@ def save(hops: SessionHops, token_ids: Sequence[int]) -> SavedSession:
         tuple(hop.saved for hop in state.hops),
         tuple(token_ids),
     )
+
+
+async def write_file(finder: PeerFinder, saved: SavedSession, path: Path) -> None:
+    """Write the session to a file, with our key and peers that we know. Raises ConfigError."""
+    known = {each.peer: each.addresses for each in finder.swarm.view.announcements()}
+    hops = [address for hop in saved.hops for address in known.pop(hop.peer, ())]
+    others = [address for addresses in known.values() for address in addresses]
+    contacts = dict.fromkeys([*hops, *finder.swarm.contacts, *others])
+    key = finder.pool.network.key
+    complete = replace(saved, contacts=tuple(contacts)[:MOST_CONTACTS], key=key)
+    await finder.run(lambda: write(path, pack(complete)))
+
+
+async def reach_hops(finder: PeerFinder, saved: SavedSession) -> Mapping[PeerId, PeerConnection]:
+    """Connections to the hops that can be reached, at the addresses that they announce or that were saved.
+
+    There are none to peers that this client was told to leave out.
+    """
+    known = {each.peer: each.addresses for each in finder.swarm.view.of_model(finder.model.digest)}
+    connections: dict[PeerId, PeerConnection] = {}
+
+    async def reach(peer: PeerId) -> None:
+        had = [address for address in saved.contacts if address.rpartition("/p2p/")[2] == peer]
+        try:
+            with trio.fail_after(finder.policy.route.connect_timeout_s):
+                connections[peer] = await finder.pool.connect(known.get(peer) or had)
+        except (PeerError, ConfigError, trio.TooSlowError) as error:
+            log.info("cannot reach peer=%s, which had the session: %s", peer, error)
+            finder.report(PeerUnreachable("cannot be reached", peer=peer))
+
+    async with trio.open_nursery() as nursery:
+        for peer in dict.fromkeys(each.peer for each in saved.hops if each.session is not None):
+            if finder.policy.route.may_use(peer):
+                nursery.start_soon(reach, peer)
+    return connections
 
 
 async def take_over(

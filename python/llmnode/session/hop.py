@@ -161,7 +161,10 @@ class SessionHop(HopState):
         """One of `others` that is at the same peer, with the same blocks, and well; else a new one, to be opened."""
         place = self.hop, self._reached
         well = (each for each in others if (each.hop, each._reached) == place and each.failure is None)
-        return next(well, None) or SessionHop(self.hop, self._reached, self.terms)
+        if (hop := next(well, None)) is None:
+            hop = SessionHop(self.hop, self._reached, self.terms)
+            hop.word = self.word
+        return hop
 
     async def become_copy(self, opened: Epoch, request: Request) -> None:
         """Be the copy that `request` asks for. A new hop opens first. An error is kept as `failure`, and not raised."""

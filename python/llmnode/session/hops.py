@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 import trio
 
 from llmnode.core.ids import Step
+from llmnode.core.span import Span
 from llmnode.errors import ConfigError, PeerUnreachable, SessionClosed, single_error
 from llmnode.session.chunk_run import run_chunks
-from llmnode.session.failures import LetGo
+from llmnode.session.failures import LetGo, Outdone
 from llmnode.session.hop import SessionHop
 from llmnode.session.relay_gate import RelayGate
 from llmnode.wire.payload import payload_bytes
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from llmnode.core.ids import PeerId
+    from llmnode.core.peers.peer_speed import Word
     from llmnode.core.route import Route
     from llmnode.errors import LlmnodeError
     from llmnode.receipts.book import ReceiptBook
@@ -53,6 +55,8 @@ class SessionHops:
         self.is_busy = False
         """A step or the like is under way."""
         self._gate = RelayGate(terms.policy.relayed)
+        self._left = 0
+        """The hops that were too slow, and were left."""
 
     @property
     def hops(self) -> Sequence[SessionHop]:
@@ -94,6 +98,25 @@ class SessionHops:
             await self._move(self.hops, self.state.step, self.state.position)
         if any(hop.pushing.has_failed for hop in self.hops):
             await self.tell_neighbours()
+
+    async def leave_slow(self) -> None:
+        """Raises Outdone, the failure of a hop that is much slower than it says, if others are known to be faster.
+
+        Nothing is under way.
+        """
+        for hop in self.hops:
+            if hop.overtime.total_s >= self.terms.policy.standing.slow_total_s * 2**self._left:
+                await self._leave_if_others_are_faster(hop)
+
+    async def _leave_if_others_are_faster(self, hop: SessionHop) -> None:
+        finder, took_s, left = self.tools.finder, hop.overtime.latest_s, self.terms.max_length - self.state.position
+        hop.overtime.forget()
+        if finder is None or hop.word is None or left * took_s < self.state.position * hop.word.position_s:
+            return  # the replay would take longer
+        await finder.note_slow(hop.hop.span)
+        if finder.is_outdone(hop.hop, took_s, {each.hop.peer for each in self.hops if each is not hop}):
+            self._left += 1
+            raise hop.blame(Outdone(took_s))
 
     async def copy_from(self, source: SessionHops) -> None:
         """Be a copy of `source`, at its peers. A hop that does not make the copy is lost.
@@ -229,15 +252,28 @@ class SessionHops:
         Raises the PeerError of a hop that does not open, or the failure of the one before; then none is left open.
         """
         hops = [SessionHop(hop, connections[hop.peer], self.terms) for hop in route]
-        for hop in hops:
+        finder = self.tools.finder
+        words: Sequence[Word | None] = [None] * len(hops) if finder is None else finder.words(route)
+        for hop, word in zip(hops, words, strict=True):
+            hop.word = word
             hop.check_prompts()
             hop.pushing.is_trusted = pushing
         try:
-            await self._carry_out(self.state.open(hops, before, trio.current_time(), quiet=quiet))
+            with single_error():
+                async with trio.open_nursery() as beside:
+                    beside.start_soon(self._note_slow_opening)
+                    await self._carry_out(self.state.open(hops, before, trio.current_time(), quiet=quiet))
+                    beside.cancel_scope.cancel()
         except BaseException:
             await self.abandon(hops)
             raise
         return hops
+
+    async def _note_slow_opening(self) -> None:
+        """Servers that have KV answer at once. Others may wait for some, or never answer."""
+        if (finder := self.tools.finder) is not None:
+            await trio.sleep(self.terms.policy.trials.opens_within_s)
+            await finder.note_slow(Span(0, self.terms.model.blocks))
 
     async def _carry_out(self, requests: Iterable[tuple[SessionHop, Sequence[Request]]]) -> None:
         """Send requests to several hops, and wait for all answers. Raises the PeerError of the first that fails."""

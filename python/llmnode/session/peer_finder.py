@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import random
 from contextlib import suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import trio
@@ -16,29 +15,29 @@ import trio
 from llmnode.core.address_groups import announced_group
 from llmnode.core.peers.absence import explain_absence
 from llmnode.core.peers.bans import Bans
+from llmnode.core.peers.broken_promises import BrokenPromises
 from llmnode.core.peers.standing import Standing, candidate_of
 from llmnode.core.peers.suspicion import Suspicion
 from llmnode.core.peers.ways import believed_ways
-from llmnode.core.route import Hop, HopCost, Route, find_detour, find_route
+from llmnode.core.route import Hop, HopCost, Route, cost_s, find_detour, find_route
+from llmnode.core.span import Span
 from llmnode.core.view import online
-from llmnode.errors import ConfigError, NoRoute, PeerError, PeerRefused, PeerUnreachable
+from llmnode.errors import NoRoute, PeerError, PeerRefused, PeerUnreachable
 from llmnode.session.reaching import Reaching
-from llmnode.session.saved import MOST_CONTACTS, pack, write
+from llmnode.session.trials import Trials
 from llmnode.wire.messages import RefusalCode
 from llmnode.wire.receipt import Convicted
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
-    from pathlib import Path
 
     from llmnode.core.announcement import Announcement
     from llmnode.core.ids import PeerId
     from llmnode.core.model import ModelInfo
+    from llmnode.core.peers.peer_speed import Word
     from llmnode.core.policy import ClientPolicy
     from llmnode.core.route import Ways
-    from llmnode.core.span import Span
     from llmnode.receipts.book import Run
-    from llmnode.session.saved import SavedSession
     from llmnode.swarm.membership import Swarm
     from llmnode.swarm.peer_connection import PeerConnection
     from llmnode.swarm.pool import ConnectionPool
@@ -47,7 +46,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NAMED = 4
-"""A message names at most this many precisions."""
+"""The most precisions that a message names."""
+REFUSED_OFFERS = {RefusalCode.WRONG_MODEL, RefusalCode.SPAN_NOT_HELD, RefusalCode.BAD_MESSAGE, RefusalCode.CONFLICT}
+"""Refusals of what a peer announces. It may have moved to other blocks, so it is not banned for one."""
 MOST_TWINS = 4
 """A spot check connects to this many peers, to find one of another address group."""
 
@@ -77,6 +78,8 @@ class PeerFinder:
         self._bans = Bans(policy.route.ban_s, policy.route.longest_ban_s)
         self._suspicion = Suspicion(policy.trust)
         self._standing = Standing(policy.standing)
+        self._broken = BrokenPromises(policy.standing)
+        self._trials = Trials(model, policy, self.reaching, self.note_served, self.report)
         self._full_until_s: dict[PeerId, float] = {}  # peers without free KV for a session, by their own estimate
 
     async def look_up(self) -> None:
@@ -104,17 +107,68 @@ class PeerFinder:
                 still = {each: until_s for each, until_s in self._full_until_s.items() if until_s > now_s}
                 self._full_until_s = {**still, error.peer: now_s + error.retry_after_s}
             if not self._breaks_promise(error):
+                if error.code in REFUSED_OFFERS:
+                    self._note_unkept(error.peer, now_s)
                 return
-        if is_new and not isinstance(error, PeerUnreachable):  # that may be our own network's fault
-            self._standing.note_failed(error.peer, now_s)
         if isinstance(error, Convicted):
             self._suspicion.convict(error.peer, now_s)
         self._bans.report(error.peer, now_s)
+        if is_new and not isinstance(error, PeerUnreachable):  # that may be our own network's fault
+            self._standing.note_failed(error.peer, now_s)
+            self._trials.note_failed(error.peer)
+            self._note_unkept(error.peer, now_s)
+
+    def _note_unkept(self, peer: PeerId, now_s: float) -> None:
+        """The peer does not do what it announces. `Reaching` counts those that were not reached."""
+        if (group := self.group_of(peer)) is not None:
+            self._broken.note(group, now_s)
+            self._try_others(now_s)
+
+    async def note_slow(self, span: Span) -> None:
+        """A peer is much slower than it says, perhaps busy. Others are tried, until some have computed `span`."""
+        now_s = trio.current_time()
+        self._broken.note(None, now_s)
+        self._try_others(now_s)
+        await self._wait_for_trials(span)
+
+    def _try_others(self, now_s: float) -> None:
+        """Begin to try several servers that have not proved themselves: others may fail like the last one."""
+        others = (each for each in self._candidates() if not self._is_banned(each))
+        self._trials.begin([each for each in others if not self._standing.is_proven(each.peer, now_s)])
+
+    async def _wait_for_trials(self, span: Span) -> None:
+        """If servers are being tried, until some that have computed, or proved themselves before, cover `span`."""
+        now_s = trio.current_time()
+        proven = [each.offer.span for each in self._usable() if self._standing.is_proven(each.peer, now_s)]
+        await self._trials.wait(span, proven)
+
+    def words(self, route: Route) -> list[Word | None]:
+        """The word that the peer of each hop is held to; None if no others could take its place."""
+        return self._standing.words(route, self._usable(), self.policy.step_patience_s, trio.current_time())
+
+    def is_outdone(self, hop: Hop, took_s: float, beside: Collection[PeerId]) -> bool:
+        """Whether others that have computed for us lately take a small part of `took_s` for a position of the hop."""
+        now_s, living = trio.current_time(), {each.peer for each in self.pool.living()}
+        usable = [
+            each
+            for each in self._candidates()
+            if each.peer in living.difference([hop.peer])
+            and not self._is_banned(each)
+            and self._has_served(each, now_s)
+        ]
+        costs = self._costs(usable, beside=beside)
+        try:
+            others = find_detour(hop.span, _held(usable), costs, self._ways(usable))
+        except NoRoute:
+            return False
+        return self.policy.standing.leaving_times * cost_s(others, costs) < took_s
+
+    def _has_served(self, each: Announcement, now_s: float) -> bool:
+        return self._standing.is_proven(each.peer, now_s) or self._trials.has_computed(each.peer, now_s)
 
     def _breaks_promise(self, refusal: PeerRefused) -> bool:
         """Whether the peer had accepted the session, or says that it does not hold the adapter that it announces."""
-        lacks_own = refusal.code == RefusalCode.UNKNOWN_ADAPTER and self.model.adapter is not None
-        return refusal.breaks_promise or lacks_own
+        return refusal.breaks_promise or (refusal.code == RefusalCode.UNKNOWN_ADAPTER and bool(self.model.adapter))
 
     def note_served(self, result: ChunkResult) -> None:
         """The hops of a session have computed a chunk, and all that we can check was right."""
@@ -148,6 +202,7 @@ class PeerFinder:
         are not at the peers `beside`, which have other hops of the session. Raises NoRoute, or the PeerError of a peer
         that could not be reached.
         """
+        await self._wait_for_trials(span)
         usable = [
             each
             for each in self._candidates(positions)
@@ -165,7 +220,7 @@ class PeerFinder:
         return route, connections
 
     async def introduce(self, connection: PeerConnection, peer: PeerId) -> None:
-        """Tell the server at `connection` about `peer`, which it may not have heard of. Raises PeerUnreachable."""
+        """Tell the server at `connection` about `peer`. Raises PeerUnreachable."""
         await self.swarm.introduce(connection, [peer])
 
     async def wait_changed(self) -> None:
@@ -208,47 +263,17 @@ class PeerFinder:
                 return found[-1]
         return found[0]
 
-    async def save(self, saved: SavedSession, path: Path) -> None:
-        """Write the session to a file, with our key and peers that we know. Raises ConfigError."""
-        known = {each.peer: each.addresses for each in self.swarm.view.announcements()}
-        hops = [address for hop in saved.hops for address in known.pop(hop.peer, ())]
-        others = [address for addresses in known.values() for address in addresses]
-        contacts = dict.fromkeys([*hops, *self.swarm.contacts, *others])
-        key = self.pool.network.key
-        complete = replace(saved, contacts=tuple(contacts)[:MOST_CONTACTS], key=key)
-        await self.run(lambda: write(path, pack(complete)))
-
-    async def reach_hops(self, saved: SavedSession) -> Mapping[PeerId, PeerConnection]:
-        """Connections to the hops that can be reached, at the addresses that they announce or that were saved.
-
-        There are none to peers that this client was told to leave out.
-        """
-        known = {each.peer: each.addresses for each in self.swarm.view.of_model(self.model.digest)}
-        connections: dict[PeerId, PeerConnection] = {}
-
-        async def reach(peer: PeerId) -> None:
-            had = [address for address in saved.contacts if address.rpartition("/p2p/")[2] == peer]
-            try:
-                with trio.fail_after(self.policy.route.connect_timeout_s):
-                    connections[peer] = await self.pool.connect(known.get(peer) or had)
-            except (PeerError, ConfigError, trio.TooSlowError) as error:
-                log.info("cannot reach peer=%s, which had the session: %s", peer, error)
-                self.report(PeerUnreachable("cannot be reached", peer=peer))
-
-        async with trio.open_nursery() as nursery:
-            for peer in dict.fromkeys(each.peer for each in saved.hops if each.session is not None):
-                if self.policy.route.may_use(peer):
-                    nursery.start_soon(reach, peer)
-        return connections
-
     async def connected_route(
         self, failed: dict[PeerId, PeerError], positions: int
     ) -> tuple[Route, Mapping[PeerId, PeerConnection]]:
         """A route for that number of positions over peers that have not `failed`, each with a living connection.
 
-        Peers that cannot be reached are added to `failed`. Raises NoRoute or the PeerError that leaves no route.
+        Peers that cannot be reached are added to `failed`. Raises NoRoute or the PeerError that leaves no route, or the
+        latest when this has taken too long: strangers can announce any number of peers that do not exist.
         """
+        until_s = trio.current_time() + self.policy.route.reach_s
         while True:
+            await self._wait_for_trials(Span(0, self.model.blocks))
             usable = [each for each in self._candidates(positions) if each.peer not in failed]
             route = self._route(usable, failed, positions)
             connections, errors = await self.reaching.connect(route, usable)
@@ -258,6 +283,8 @@ class PeerFinder:
             for error in errors:
                 self.report(error)
                 failed[error.peer or route[0].peer] = error
+            if trio.current_time() >= until_s:
+                raise errors[-1]
             self.reaching.warm_some([each for each in usable if each.peer not in failed and not self._is_banned(each)])
 
     def _route(self, usable: Sequence[Announcement], failed: dict[PeerId, PeerError], positions: int) -> Route:
@@ -323,18 +350,33 @@ class PeerFinder:
             wait_s = self.policy.route.full_cost_s if is_full else 0.0
             if each.peer not in reached and not self._standing.is_proven(each.peer, now_s):
                 wait_s += self.reaching.doubt_s(each)
-            costs[each.peer] = HopCost(penalty * cost.hop_s + wait_s, penalty * cost.block_s, cost.way_s)
+            block_s = penalty * cost.block_s + self._doubt_s(each, now_s) / self.model.blocks
+            costs[each.peer] = HopCost(penalty * cost.hop_s + wait_s, block_s, cost.way_s)
         return costs
+
+    def _doubt_s(self, announcement: Announcement, now_s: float) -> float:
+        """The extra cost of all blocks at a peer that has not proved itself, after others did not serve."""
+        peer = announcement.peer
+        if self._standing.is_proven(peer, now_s):
+            return 0.0
+        groups = {group for each in announcement.addresses if (group := announced_group(each))}
+        return self._broken.cost_s(groups, now_s, has_computed=self._trials.has_computed(peer, now_s))
 
     def _ways(self, announcements: Sequence[Announcement]) -> Ways:
         return believed_ways(announcements, self.reaching.round_trips_s())
 
     def _candidates(self, positions: int = 0) -> list[Announcement]:
+        """The same as `_usable` in a random order: clients take different ones of equal peers."""
+        usable = self._usable(positions)
+        self.rng.shuffle(usable)
+        return usable
+
+    def _usable(self, positions: int = 0) -> list[Announcement]:
         """Peers whose KV is large enough for `positions` when all of it is free."""
         model, route = self.model, self.policy.route
         holders = online(self.swarm.view.of_model(model.digest))
         now_s = trio.current_time()
-        usable = [
+        return [
             each
             for each in holders
             if each.offer.computes(model.profile)
@@ -342,8 +384,6 @@ class PeerFinder:
             and route.may_use(each.peer)
             and not self._suspicion.is_excluded(each.peer, now_s)
         ]
-        self.rng.shuffle(usable)  # clients take different ones of equal peers
-        return usable
 
     def _hint(self, missing: Sequence[Span], positions: int, failed: Collection[PeerId] = ()) -> str:
         """Says what the swarm has instead, if anything, and what to do."""

@@ -19,7 +19,7 @@ from llmnode.errors import ConfigError, PeerError, PeerTimeout, PeerUnreachable
 from llmnode.swarm.probing import measure_round_trip
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
     from llmnode.core.announcement import Announcement
     from llmnode.core.ids import PeerId
@@ -52,6 +52,14 @@ class Reaching:
         """The cost of a server that was never reached, in seconds a token, since others like it could not be."""
         return self._unreached.cost_s(_group(announcement), trio.current_time())
 
+    async def reach(self, announcement: Announcement) -> PeerConnection:
+        """A connection to one server. Raises PeerError."""
+        return await self._connect(announcement, self._policy.connect_timeout_s)
+
+    def start_soon(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Do `work` for as long as the connections live."""
+        self._pool.start_soon(work)
+
     async def connect(
         self, route: Sequence[Hop], usable: Sequence[Announcement]
     ) -> tuple[Mapping[PeerId, PeerConnection], Sequence[PeerError]]:
@@ -66,7 +74,7 @@ class Reaching:
 
         async def connect(hop: Hop) -> None:
             try:
-                connections[hop.peer] = await self._connect(announced[hop.peer], self._policy.connect_timeout_s)
+                connections[hop.peer] = await self.reach(announced[hop.peer])
             except PeerError as error:
                 errors.append(error.blame(hop.peer, hop.span))
             if len(connections) + len(errors) == len(route):
@@ -105,7 +113,7 @@ class Reaching:
 
     async def _warm(self, announcement: Announcement) -> None:
         with suppress(PeerError):
-            await self._connect(announcement, self._policy.connect_timeout_s)
+            await self.reach(announcement)
 
     async def _measure(self, announcement: Announcement) -> None:
         peer, found_s = announcement.peer, None

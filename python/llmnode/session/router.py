@@ -13,6 +13,7 @@ from llmnode.core.operations import NO_PROMPTS, DeepPrompts
 from llmnode.errors import ConfigError, NoRoute, PeerError, PeerRefused, single_error
 from llmnode.receipts.book import ReceiptBook
 from llmnode.session.failures import wants_kv
+from llmnode.session.handover import reach_hops
 from llmnode.session.rows import Rows
 from llmnode.session.session import open_session, resume_session
 from llmnode.session.spot_checks import SpotChecks
@@ -89,7 +90,7 @@ class Router:
         """The session that was `saved`, perhaps by another process. Raises NoRoute or SessionLost."""
         if not self.swarm.view.of_model(self.finder.model.digest):
             await self.finder.look_up()
-        connections = await self.finder.reach_hops(saved)
+        connections = await reach_hops(self.finder, saved)
         terms = SessionTerms(self.finder.model, saved.max_length, saved.codec, self.finder.policy)
         tools = self._tools(terms, saved.position)
         async with resume_session(saved, connections, terms, tools) as session:

@@ -205,7 +205,7 @@ class InferenceSession:
         if self._finder is None:
             raise LocalProtocolError("a session that knows no other peers cannot be saved")
         lease_s = await handover.lease(self._hops)
-        await self._finder.save(handover.save(self._hops, token_ids), path)
+        await handover.write_file(self._finder, handover.save(self._hops, token_ids), path)
         self._is_exported = True
         return lease_s
 
@@ -258,6 +258,7 @@ class InferenceSession:
                         raise lost.failure or LocalProtocolError("a lost hop has failed")
                     await self._hops.settle()
                     await self._hops.switch_to_direct()
+                    await self._hops.leave_slow()
                     return await work()
                 except PeerError as error:
                     self._state.unsettle()

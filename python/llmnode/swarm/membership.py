@@ -21,6 +21,7 @@ from llmnode.core.budget import Kind, Resource
 from llmnode.core.ids import PeerId
 from llmnode.core.own_announcements import OwnAnnouncements
 from llmnode.core.peers.clocks import Clocks
+from llmnode.core.peers.exchanges import Exchanges
 from llmnode.core.view import Source, View, is_news
 from llmnode.errors import ConfigError, PeerError, RemoteProtocolError
 from llmnode.swarm.entering import enter
@@ -88,6 +89,7 @@ class Swarm:
         named = (PeerId(each.rpartition("/p2p/")[2]) for each in contacts)
         self.view = View(policy, {network.peer, *named}, self._rng)
         self._clocks = Clocks(policy)
+        self._exchanges = Exchanges(policy, self._rng)
         self._network = network
         self._pool = pool
         self._policy = policy
@@ -188,8 +190,9 @@ class Swarm:
         if self._directory is None:
             return
         await self._merge(await self._directory.find(model_digest), DIRECTORY)
-        for announcement in self.view.of_model(model_digest)[: self._policy.neighbours]:
-            await self._try_exchange(announcement.addresses)
+        async with trio.open_nursery() as nursery:  # those that hang cost the time of one
+            for announcement in self.view.of_model(model_digest)[: self._policy.neighbours]:
+                nursery.start_soon(self._try_exchange, announcement.addresses)
 
     async def connect(self, addresses: Sequence[str]) -> PeerConnection:
         """Our open connection to the peer at `addresses`, or a new one. Raises as `ConnectionPool.connect`."""
@@ -344,7 +347,7 @@ class Swarm:
         self._changed = trio.Event()
 
     async def _exchange_with_some(self, count: int) -> None:
-        """Exchange with `count` connected neighbours. If there are few of them, one is new."""
+        """Exchange with `count` connected neighbours, or more of many. If there are few of them, one is new."""
         self._drop_expired()
         living = self._pool.living()
         if self._roams and len(living) >= self._policy.neighbours and self._rng.random() < 1 / len(living):
@@ -353,8 +356,9 @@ class Swarm:
         async with trio.open_nursery() as nursery:
             if len(living) < wanted and (addresses := self._stranger(living)):
                 nursery.start_soon(self._try_exchange, addresses)
-            for connection in self._rng.sample(living, min(count, len(living))):
-                nursery.start_soon(self._try_exchange_with, connection)
+            connected = {each.peer: each for each in living}
+            for peer in self._exchanges.take_next(list(connected), count, trio.current_time()):
+                nursery.start_soon(self._try_exchange_with, connected[peer])
 
     def _stranger(self, living: Sequence[PeerConnection]) -> Sequence[str]:
         """The addresses of a random peer without a link to us. The user's contacts are among the candidates."""
@@ -373,6 +377,7 @@ class Swarm:
         try:
             await self.exchange(connection)
         except PeerError as error:
+            self._exchanges.note_failed(connection.peer, trio.current_time())
             log.debug("no exchange: %s", error)
 
     async def _publish(self, directory: Directory) -> None:

@@ -119,7 +119,7 @@ def chunk_path(
         inputs.append(hidden)
         output = yield from _Passage(upstream, hop, chunk).run(hidden)
         outputs.append(output)
-        hop.pace.note(chunk.length, output.timing.elapsed_us / 1e6)
+        hop.note_took(chunk.length, output.timing.elapsed_us / 1e6)
         hidden, upstream = output.hidden, _Upstream(hop, policy.push.patience_s, output)
     return ChunkResult(chunk, inputs, outputs)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from llmnode import _native
 from llmnode.core.ids import NO_SESSION, Epoch, PeerId, SessionId, Step
-from llmnode.core.peers.peer_speed import PeerSpeed
+from llmnode.core.peers.peer_speed import Overtime, PeerSpeed
 from llmnode.errors import PeerError, PeerRefused, RemoteProtocolError
 from llmnode.wire import deep_prompts
 from llmnode.wire.chunk import Hidden
@@ -38,6 +38,7 @@ from llmnode.wire.push_state import PushState
 
 if TYPE_CHECKING:
     from llmnode.core.operations import DeepPrompts
+    from llmnode.core.peers.peer_speed import Word
     from llmnode.core.route import Hop
     from llmnode.wire.chunk import Chunk
     from llmnode.wire.frame import Buffer
@@ -74,6 +75,9 @@ class HopState:
         """The first failure: the hop is lost."""
         self.pushing = PushState(terms.policy.push)
         self.pace = PeerSpeed()
+        self.word: Word | None = None
+        """The peer is held to it, if others could take its place."""
+        self.overtime = Overtime(terms.policy.standing)
         self.is_open = False
         self.nonce = b""
         """The peer's own for this session: all receipts have it."""
@@ -259,11 +263,20 @@ class HopState:
         return blamed
 
     def timeout_s(self, positions: int) -> float:
-        """The time for a step, by what its steps took before."""
-        policy, expected_s = self.terms.policy, self.pace.expected_s(positions)
+        """The time for a step, by what its steps took before; for the first one, by its word."""
+        policy, word, expected_s = self.terms.policy, self.word, self.pace.expected_s(positions)
+        patience_s = policy.step_patience_s
         if expected_s is None:
-            return policy.step_timeout_s
-        return min(policy.step_timeout_s, policy.step_patience_s + policy.step_patience_times * expected_s)
+            if word is None:
+                return policy.step_timeout_s
+            patience_s, expected_s = word.patience_s, word.position_s * positions
+        return min(policy.step_timeout_s, patience_s + policy.step_patience_times * expected_s)
+
+    def note_took(self, positions: int, took_s: float) -> None:
+        """It has computed a chunk."""
+        self.pace.note(positions, took_s)
+        if self.word is not None:
+            self.overtime.note(self.word, positions, took_s)
 
     def _confirm(self, neighbours: Neighbours) -> None:
         self._neighbours = neighbours

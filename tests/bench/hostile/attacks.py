@@ -11,28 +11,33 @@ import sys
 from contextlib import AsyncExitStack, suppress
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass
+from itertools import count
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import trio
+from libp2p.custom_types import TProtocol
+from libp2p.kad_dht.pb.kademlia_pb2 import Message
+from libp2p.peer.id import ID
 from libp2p.transport.tcp.tcp import TCP
 from multiaddr import Multiaddr
 
-from llmnode import _native
+from bench.hostile.servers import SERVERS, news
 from llmnode.core.announcement import Announcement, Offer, PeerState
 from llmnode.core.ids import SESSION_ID_BYTES, Epoch, PeerId, SessionId, Step
-from llmnode.core.policy import DialPolicy, LinkPolicy, SwarmPolicy
+from llmnode.core.policy import DialPolicy, LinkPolicy
 from llmnode.core.span import Span
 from llmnode.errors import LlmnodeError, single_error
 from llmnode.models.embedded import open_embedded
+from llmnode.net.circuit_wire import send
 from llmnode.net.host import open_network
+from llmnode.net.select import open_unanswered
 from llmnode.swarm.membership import wall_clock_ms
-from llmnode.wire.announcement import pack_news, sign_announcement
+from llmnode.wire.announcement import sign_announcement
 from llmnode.wire.frame import Frame, FrameType
-from llmnode.wire.messages import Clock, Neighbours, Opened, OpenRequest, Replay, Result, pack
+from llmnode.wire.messages import Neighbours, OpenRequest, Replay, pack
 from llmnode.wire.payload import Codec
 from llmnode.wire.profile import profile_fields
-from llmnode.wire.refusal import refusal_of
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -207,7 +212,7 @@ async def views(attacker: Attacker) -> None:
             sybils = [
                 attacker.announced(peer, [f"/ip4/{attacker.host}/tcp/9/p2p/{peer}"], sign).signed for peer, sign in made
             ]
-            await link.send(_news(pack_news(sybils, [], SwarmPolicy())))
+            await link.send(news(sybils))
             await trio.sleep(10)
 
     await attacker.at_each(stuff)
@@ -225,7 +230,7 @@ async def bait(attacker: Attacker) -> None:
             baits.append(attacker.announced(peer, [f"/ip4/{host}/tcp/{port}/p2p/{peer}"], sign))
         step = 0
         while True:
-            await link.send(_news(pack_news([each.signed for each in baits], [], SwarmPolicy())))
+            await link.send(news([each.signed for each in baits]))
             for each in baits:
                 step += 1
                 meta = pack(Neighbours("", each.announcement.peer, attacker.name(), quiet=False, again=False))
@@ -247,60 +252,24 @@ async def hog(attacker: Attacker) -> None:
     await attacker.at_each(reserve)
 
 
-async def refuse(attacker: Attacker) -> None:
-    """A server that says that it is the fastest, takes sessions, and refuses steps."""
-    await _serve(attacker, lambda frame: refusal_of(frame, "bad-message", "because"))
+async def records(attacker: Attacker) -> None:
+    """Records of the DHT without end, each under a key of its own."""
+    numbers = count()
 
+    async def offer(link: Libp2pLink, _span: Span) -> None:
+        host = attacker.network.host
+        named = Message.Peer(id=host.get_id().to_bytes(), addrs=[Multiaddr("/ip4/127.0.0.1/tcp/1").to_bytes()])
+        stream = await open_unanswered(host, ID.from_base58(link.peer), TProtocol("/ipfs/kad/1.0.0"))
+        for number in numbers:
+            key = b"\x12\x20" + attacker.rng.randbytes(24) + number.to_bytes(8, "big")
+            await send(stream.muxed_stream, Message(type=Message.ADD_PROVIDER, key=key, providerPeers=[named]))
 
-async def nan(attacker: Attacker) -> None:
-    """A server that says that it is the fastest, and answers with numbers that are none."""
-
-    def answer(frame: Frame) -> Frame:
-        payload = np.full(len(frame.payload) // 4, np.nan, "<f4").tobytes()
-        digests = _native.blake3_digest(frame.payload), _native.blake3_digest(payload)
-        meta = pack(Result(1, 1, *digests, bytes(64), pushed=False, shown_input=b"", shown_signature=b""))
-        header = frame.session, frame.epoch, frame.step, frame.start, frame.length
-        return Frame(FrameType.RESULT, *header, meta, payload)
-
-    await _serve(attacker, answer)
+    await attacker.at_each(offer)
 
 
 ATTACKS: dict[str, Callable[[Attacker], Awaitable[None]]] = {
-    each.__name__: each for each in (silent, links, unfinished, unread, flood, views, bait, hog, refuse, nan)
+    each.__name__: each for each in (silent, links, unfinished, unread, flood, views, bait, hog, records, *SERVERS)
 }
-
-
-async def _serve(attacker: Attacker, answer: Callable[[Frame], Frame]) -> None:
-    """A server of all blocks that computes nothing, which announces itself to each honest one."""
-    network = attacker.network
-
-    async def tell(link: Libp2pLink, _span: Span) -> None:
-        while True:
-            signed = attacker.announced(network.peer, network.addresses, network.sign).signed
-            await link.send(_news(pack_news([signed], [], SwarmPolicy())))
-            await trio.sleep(10)
-
-    async def serve_next(task_status: trio.TaskStatus[None]) -> None:
-        with suppress(LlmnodeError), single_error():
-            async with network.accept() as link:
-                task_status.started()
-                while True:
-                    frame = await link.receive()
-                    header = frame.session, frame.epoch, frame.step
-                    match frame.type:
-                        case FrameType.OPEN:
-                            await link.send(Frame(FrameType.OPENED, *header, meta=pack(Opened(bytes(16)))))
-                        case FrameType.NEIGHBOURS:
-                            await link.send(Frame(FrameType.FORWARDED, *header))
-                        case FrameType.TRUNCATE:
-                            await link.send(Frame(FrameType.TRUNCATED, *header))
-                        case FrameType.STEP:
-                            await link.send(answer(frame))
-
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(attacker.at_each, tell)
-        while True:
-            await nursery.start(serve_next)
 
 
 def _large_frame() -> bytes:
@@ -308,10 +277,6 @@ def _large_frame() -> bytes:
     from llmnode.wire.frame import encode
 
     return bytes(encode(Frame(FrameType.STEP, length=1, payload=bytes(POLICY.max_payload_bytes)), POLICY))
-
-
-def _news(payload: bytes) -> Frame:
-    return Frame(FrameType.NEWS, meta=pack(Clock(wall_clock_ms())), payload=payload)
 
 
 def _keys(count: int) -> list[tuple[PeerId, Callable[[bytes], bytes]]]:

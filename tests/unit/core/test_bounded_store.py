@@ -26,13 +26,15 @@ STEPS = st.lists(
 @given(STEPS, st.integers(0, 99))
 @settings(deadline=None)
 def test_what_is_found_was_put_last_is_young_enough_and_fits(steps: list[Step], seed: int) -> None:
-    store: BoundedStore[int, object] = BoundedStore(2000, 10.0, Random(seed))
+    dropped: list[int] = []
+    store: BoundedStore[int, object] = BoundedStore(2000, 10.0, Random(seed), dropped.append)
     put: dict[int, tuple[object, int, str, float]] = {}
-    now_s = 0.0
+    now_s, puts = 0.0, 0
     for key, size_bytes, source, step, passed_s in steps:
         now_s += passed_s
         if step == "put":
             value = object()
+            puts += 1
             assert store.put(key, value, size_bytes, source, now_s)
             put[key] = value, size_bytes, source, now_s
             assert store.get(key, now_s) is value, "a newcomer gets a place"
@@ -47,6 +49,7 @@ def test_what_is_found_was_put_last_is_young_enough_and_fits(steps: list[Step], 
             assert now_s - put[key][3] < 10
         held = sum(put[each][1] + ENTRY_BYTES for each in store)
         assert store.size_bytes == held <= 2000
+        assert len(dropped) == puts - len(store)
     for key in store:
         assert store.remove(key)
     assert store.size_bytes == len(store) == 0

@@ -195,6 +195,28 @@ async def test_a_full_store_answers_at_once_and_keeps_its_size() -> None:
 
 
 @in_trio
+async def test_providers_of_any_number_of_keys_take_a_bounded_memory() -> None:
+    """Those that make way, or are too old, are nowhere any more."""
+    async with AsyncExitStack() as stack:
+        _, directory = await keeper(stack, provider_bytes=1 << 20)
+        providers, times = directory._dht.providers, list[float]()
+        info = PeerInfo(fresh_id(), [Multiaddr("/ip4/127.0.0.1/tcp/1")])
+        with kept_for("8.8.8.0/24"):
+            for number in range(50_000):
+                began_s = time.perf_counter()
+                providers.add_provider(b"%d" % number, info)
+                times.append(time.perf_counter() - began_s)
+        assert len(providers._of_key) == len(providers._records) < 5000
+        times.sort()
+        assert times[len(times) // 2] < LOOP_S, f"{times[len(times) // 2]:.4f} s"
+        providers.forget(b"%d" % 49_999)
+        assert not providers.get_providers(b"%d" % 49_999)
+        while providers._of_key:
+            providers.forget(next(iter(providers._of_key)))
+        assert providers.size_bytes == 0
+
+
+@in_trio
 async def test_a_stranger_cannot_bring_the_record_of_another_peer_and_have_it_make_way() -> None:
     """It has the newest announcement from the exchange, before its peer has published it."""
     async with AsyncExitStack() as stack:

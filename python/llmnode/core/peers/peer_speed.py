@@ -1,8 +1,13 @@
-"""How long a peer takes for a step, judged by what it took before. Knows no clock: what it took is told."""
+"""How long a peer takes for a step, judged by what it took before, and by its word. Knows no clock: times are told."""
 
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from llmnode.core.policy import StandingPolicy
 
 KEPT = 32
 
@@ -22,3 +27,42 @@ class PeerSpeed:
         Not shorter for fewer: most of a short step may be the way there.
         """
         return max((took_s * max(1.0, positions / known) for known, took_s in self._took), default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """The time that a peer says it takes for one position, and how long a client waits beyond that at first.
+
+    A peer that says that it is fast is held to that. One that says that it is slow gets fewer sessions.
+    """
+
+    position_s: float
+    patience_s: float
+
+
+class Overtime:
+    """The time that one hop took beyond its `word`, in steps that were much longer than that.
+
+    A step that was not halves it: a long session has a slow step from time to time.
+    """
+
+    def __init__(self, policy: StandingPolicy) -> None:
+        self._policy = policy
+        self.total_s = 0.0
+        self.latest_s = 0.0
+        """The latest of these steps."""
+
+    def note(self, word: Word, positions: int, took_s: float) -> None:
+        """A step of this number of positions took this long."""
+        if positions > self._policy.short_step:
+            return
+        said_s = word.position_s * positions
+        if took_s <= self._policy.slow_step_s + self._policy.believed_times * said_s:
+            self.total_s /= 2
+        else:
+            self.total_s += took_s - said_s
+            self.latest_s = took_s
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self.total_s = 0.0

@@ -2,8 +2,8 @@
 
 A peer's word costs it nothing: a liar says that it is the fastest, and gets every session. So a peer that has served us
 counts as fast as we have seen, or as slow as it says. Another peer counts as slow as it says, but hardly faster than
-those that we know. A small share of new sessions believes such peers, so that fast ones are found. Knows no clock: the
-time is told.
+those that we know, and as slow as its steps were. A small share of new sessions believes such peers, so that fast ones
+are found. Knows no clock: the time is told.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import TYPE_CHECKING
 
-from llmnode.core.route import HopCost
+from llmnode.core.peers.peer_speed import Word
+from llmnode.core.route import HopCost, covers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from llmnode.core.announcement import Announcement
     from llmnode.core.ids import PeerId
     from llmnode.core.policy import StandingPolicy
+    from llmnode.core.route import Route
 
 SLOW = 2.0
 """A time that nobody has measured counts as this number of times the usual one."""
@@ -95,10 +97,30 @@ class Standing:
 
     def is_proven(self, peer: PeerId, now_s: float) -> bool:
         """Whether the peer has served us enough, not too long ago."""
-        known = self._known.get(peer)
-        if known is None or known.at_s + self._policy.keeps_s < now_s:
-            return False
-        return known.positions >= self._policy.proven_positions
+        known = self._fresh(peer, now_s)
+        return known is not None and known.positions >= self._policy.proven_positions
+
+    def word(self, peer: PeerId, position_s: float, usual_s: float, now_s: float) -> Word:
+        """The peer is held to this in a session's first step, if it says that a position takes it `position_s`.
+
+        `usual_s` is the patience with one that has proved itself.
+        """
+        if self.is_proven(peer, now_s):
+            return Word(position_s, usual_s)
+        return Word(position_s, self._policy.first_patience_s * 2.0 ** self._failures(peer, now_s))
+
+    def words(self, route: Route, usable: Sequence[Announcement], usual_s: float, now_s: float) -> list[Word | None]:
+        """The word of the peer of each hop; None if no others of the `usable` ones could take its place."""
+        offers = {each.peer: each.offer for each in usable}
+        found: list[Word | None] = []
+        for hop in route:
+            offer, others = offers.get(hop.peer), [each.span for peer, each in offers.items() if peer != hop.peer]
+            if offer is None or not covers(others, hop.span):
+                found.append(None)
+            else:
+                block_s = offer.block_us / 1e6 or HopCost().block_s
+                found.append(self.word(hop.peer, len(hop.span) * block_s, usual_s, now_s))
+        return found
 
     def costs(
         self, candidates: Sequence[Candidate], now_s: float, *, explores: bool = False
@@ -107,7 +129,7 @@ class Standing:
         own_s = {each.peer: each.said_upload_s for each in candidates}
         default, policy, candidates = HopCost(), self._policy, unmeasured_as_slow(candidates)
         costs = {
-            each.peer: self._measured(replace(each, said_upload_s=own_s[each.peer]))
+            each.peer: self._measured(replace(each, said_upload_s=own_s[each.peer]), now_s)
             for each in candidates
             if self.is_proven(each.peer, now_s)
         }
@@ -120,16 +142,21 @@ class Standing:
         for each in candidates:
             if each.peer not in proven:
                 times, round_trip_s = self._distrust(each, now_s), each.round_trip_s or 0.0
-                hop_s = max(default.hop_s, round_trip_s + each.said_upload_s)
+                hop_s = max(default.hop_s, round_trip_s + each.said_upload_s, self._excess_s(each, now_s))
                 costs[each.peer] = HopCost(times * hop_s, times * max(each.said_block_s, least_s), round_trip_s / 2)
         return costs
 
-    def _measured(self, candidate: Candidate) -> HopCost:
+    def _measured(self, candidate: Candidate, now_s: float) -> HopCost:
         """The time beyond what the peer says is the way there, or a lie: it is paid for at each visit."""
         default, said_s, round_trip_s = HopCost(), candidate.said_block_s, candidate.round_trip_s or 0.0
-        excess = [took_s - blocks * said_s for blocks, took_s in self._known[candidate.peer].short_steps]
         way_s = round_trip_s + candidate.said_upload_s  # a hop that is pushed to seems nearer to the client than it is
-        return HopCost(max(default.hop_s, median(excess), way_s), said_s, round_trip_s / 2)
+        return HopCost(max(default.hop_s, self._excess_s(candidate, now_s), way_s), said_s, round_trip_s / 2)
+
+    def _excess_s(self, candidate: Candidate, now_s: float) -> float:
+        """The time that its steps took beyond what it says; 0 if we have seen none."""
+        known, said_s = self._fresh(candidate.peer, now_s), candidate.said_block_s
+        steps = () if known is None else known.short_steps
+        return median(took_s - blocks * said_s for blocks, took_s in steps) if steps else 0.0
 
     def _seen_block_s(self, candidate: Candidate) -> float | None:
         """The time of a token for each block, with the way there. None if the peer is much slower than it says.
@@ -142,15 +169,22 @@ class Standing:
 
     def _distrust(self, candidate: Candidate, now_s: float) -> float:
         """The factor for the cost of a peer that has not served us."""
-        known, policy = self._known.get(candidate.peer), self._policy
-        failures = known.failures if known is not None and now_s < known.at_s + policy.keeps_s else 0
-        times = 2.0 ** min(failures, policy.most_failures)
+        policy, times = self._policy, 2.0 ** self._failures(candidate.peer, now_s)
         return times * policy.entrusted_cost if candidate.sessions >= policy.unproven_sessions else times
 
+    def _failures(self, peer: PeerId, now_s: float) -> int:
+        """Those that count."""
+        known = self._fresh(peer, now_s)
+        return 0 if known is None else min(known.failures, self._policy.most_failures)
+
+    def _fresh(self, peer: PeerId, now_s: float) -> _Known | None:
+        """Knowledge of the peer that is not too old."""
+        known = self._known.get(peer)
+        return None if known is None or known.at_s + self._policy.keeps_s < now_s else known
+
     def _remember(self, peer: PeerId, now_s: float) -> _Known:
-        known = self._known.pop(peer, None)
-        if known is None or known.at_s + self._policy.keeps_s < now_s:
-            known = _Known()
+        known = self._fresh(peer, now_s) or _Known()
+        self._known.pop(peer, None)  # to the end
         known.at_s = now_s
         self._known[peer] = known
         if len(self._known) > PEERS:

@@ -15,6 +15,7 @@ from llmnode.core.policy.client import (
     RoutePolicy,
     SpotCheckPolicy,
     StandingPolicy,
+    TrialPolicy,
     TrustPolicy,
 )
 from llmnode.core.policy.links import LinkPolicy, PackPolicy
@@ -57,6 +58,7 @@ __all__ = [
     "SpotCheckPolicy",
     "StandingPolicy",
     "SwarmPolicy",
+    "TrialPolicy",
     "TrustPolicy",
     "WorkerPolicy",
 ]

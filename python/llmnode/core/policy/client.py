@@ -33,6 +33,23 @@ class StandingPolicy:
     entrusted_cost: float = 4.0
     most_failures: int = 4
     """The cost of a peer doubles with each session that it took and did not serve, this many times at most."""
+    doubt_cost_s: float = 1.0
+    """Such a failure adds this to the cost of a token through all blocks, at other peers of its address group, and at
+    those that have computed nothing for this client. Then all groups are tried before a second peer of one is."""
+    doubt_half_life_s: float = 60.0
+    """Half of these failures are forgotten in this time."""
+    most_doubts: float = 16.0
+    """More of them do not count."""
+    first_patience_s: float = 8.0
+    """A peer that has not proved itself may take this long for the first step of a session, and a multiple of what it
+    says (`ClientPolicy.step_patience_times`). The time doubles with each failure. It is not limited by this if no
+    other peer has the blocks."""
+    slow_step_s: float = 0.5
+    """A step is slow if it takes this much more than `believed_times` what the peer says: the way may be long."""
+    slow_total_s: float = 4.0
+    """A session leaves a hop that took this much longer than it says, in steps that are slow, if another peer is
+    believed to be `leaving_times` as fast. For each further hop that it leaves the time doubles."""
+    leaving_times: float = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +59,8 @@ class RoutePolicy:
     connect_timeout_s: float = 4.0
     """The time for some round trips to a peer of a route. A frozen peer must not keep a session from other peers for
     longer."""
+    reach_s: float = 30.0
+    """A client that opens a session looks this long for a route whose peers it can reach."""
     connect_moment_s: float = 0.1
     """After the first failed connection of a route, the client waits this long for the others. Further peers that
     cannot be reached are then found at the same time."""
@@ -98,6 +117,25 @@ class RoutePolicy:
     def may_use(self, peer: PeerId) -> bool:
         """Whether the client was not told to leave `peer` out."""
         return (self.allowed is None or peer in self.allowed) and peer not in self.blocked
+
+
+@dataclass(frozen=True, slots=True)
+class TrialPolicy:
+    """How a client tries several servers at once after one has failed, see `session/trials.py`."""
+
+    at_once: int = 16
+    """Servers that are tried together, of different address groups if there are such. Each computes one position."""
+    most: int = 64
+    """The most that are tried after one failure."""
+    opens_within_s: float = 2.0
+    """Others are tried too if a session has not opened within this time."""
+    timeout_s: float = 10.0
+    """A server has this long to open a session and compute the position."""
+    moment_s: float = 2.0
+    """After this time the next ones are tried beside. Honest servers need some round trips."""
+    keeps_s: float = 60.0
+    """The same server is not tried again sooner than this, and one that has computed the position is preferred to
+    others for this long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,4 +263,5 @@ class ClientPolicy:
     passes: PassPolicy = field(default_factory=PassPolicy)
     trust: TrustPolicy = field(default_factory=TrustPolicy)
     standing: StandingPolicy = field(default_factory=StandingPolicy)
+    trials: TrialPolicy = field(default_factory=TrialPolicy)
     spot_checks: SpotCheckPolicy = field(default_factory=SpotCheckPolicy)

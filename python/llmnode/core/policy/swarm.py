@@ -149,6 +149,11 @@ class SwarmPolicy:
     exchange_every_s: float = 3.0
     news_every_s: float = 0.2
     """News is passed on at once, but no faster than this."""
+    exchanges: int = 8
+    """If a node has many connections, it exchanges with this many of them at once, so that each has its turn within
+    `announce_every_s`."""
+    silent_wait_s: float = 30.0
+    """A peer that did not answer is not asked again for this long, if others are connected."""
     fanout: int = 3
     """News is passed on to this many peers; a quiet exchange goes to one."""
     neighbours: int = 4

@@ -70,14 +70,17 @@ class SpeedLiar(HostileServers):
 
 @dataclass(frozen=True, slots=True)
 class Silent(HostileServers):
-    """It takes sessions, and never answers a step."""
+    """It takes sessions, and never sends the answer `withholds`."""
+
+    withholds: FrameType = FrameType.RESULT
 
     @classmethod
-    def draw_peers(cls, rng: random.Random) -> tuple[int, int]:
-        return 1, 1
+    def draw(cls, rng: random.Random) -> Silent:
+        kinds = FrameType.RESULT, FrameType.RESULT, FrameType.OPENED, FrameType.FORWARDED, FrameType.TRUNCATED
+        return cls(*cls.draw_peers(rng), rng.choice(SPANS), rng.choice(LIES_US), rng.choice(kinds))
 
     def corrupt(self, node: ServingNode) -> None:
-        node.network.tamper = lambda _peer, frame: [] if frame.type is FrameType.RESULT else [frame]
+        node.network.tamper = lambda _peer, frame: [] if frame.type is self.withholds else [frame]
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmnode.core.peers.peer_speed import KEPT, PeerSpeed
+from llmnode.core.peers.peer_speed import KEPT, Overtime, PeerSpeed, Word
+from llmnode.core.policy import StandingPolicy
+
+STANDING = StandingPolicy()
+WORD = Word(position_s=0.01, patience_s=8.0)
 
 steps = st.lists(st.tuples(st.integers(1, 10_000), st.floats(0, 1e6)), min_size=1, max_size=2 * KEPT)
 
@@ -38,3 +42,21 @@ def test_what_was_long_ago_is_forgotten(taken: list[tuple[int, float]]) -> None:
     for _ in range(KEPT):
         pace.note(1, 0.5)
     assert pace.expected_s(1) == 0.5
+
+
+def test_overtime_is_what_slow_steps_take_beyond_what_was_said() -> None:
+    overtime = Overtime(STANDING)
+    for _ in range(3):
+        overtime.note(WORD, 1, 2.0)
+    assert (overtime.total_s, overtime.latest_s) == (3 * (2.0 - 0.01), 2.0)
+    overtime.note(WORD, STANDING.short_step + 1, 100.0)
+    assert overtime.total_s == 3 * (2.0 - 0.01), "a prefill does not show the time of a token"
+
+
+def test_a_slow_step_from_time_to_time_adds_up_to_nothing() -> None:
+    overtime = Overtime(STANDING)
+    for _ in range(1000):
+        overtime.note(WORD, 1, 2.0)
+        for _ in range(4):
+            overtime.note(WORD, 1, STANDING.slow_step_s)
+    assert overtime.total_s < STANDING.slow_total_s

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmnode.core.ids import PeerId
+from llmnode.core.peers.peer_speed import Word
 from llmnode.core.peers.standing import MOST_SUPPOSED_S, PEERS, SLOW, Candidate, Standing
 from llmnode.core.policy import StandingPolicy
 from llmnode.core.route import Hop, HopCost, find_route
@@ -103,6 +104,26 @@ def test_a_peer_that_does_not_serve_what_it_took_proves_itself_anew() -> None:
     assert total_s(standing.costs(candidates(LIAR), POLICY.keeps_s + 1)[LIAR]) < once, "it is forgotten"
     serve(standing, LIAR, 0.01)
     assert standing.is_proven(LIAR, 0.0)
+
+
+def test_a_peer_with_slow_steps_counts_as_slow_before_it_has_proved_itself() -> None:
+    standing = Standing(POLICY)
+    standing.note_served(LIAR, BLOCKS, 1, 2.0, 0.0)
+    assert total_s(standing.costs(candidates(LIAR), 0.0)[LIAR]) >= 2.0
+    assert first_choice(standing, candidates(LIAR)) in HONEST
+    assert first_choice(standing, candidates(LIAR), POLICY.keeps_s + 1) == LIAR, "it is forgotten"
+
+
+def test_patience_with_a_stranger_doubles_with_each_failure() -> None:
+    standing = Standing(POLICY)
+    waits_s = []
+    for _ in range(POLICY.most_failures + 2):
+        waits_s.append(standing.word(LIAR, 0.1, 15.0, 0.0).patience_s)
+        standing.note_failed(LIAR, 0.0)
+    assert waits_s[:3] == [POLICY.first_patience_s * times for times in (1, 2, 4)]
+    assert waits_s[-1] == waits_s[-2] == POLICY.first_patience_s * 2**POLICY.most_failures
+    serve(standing, LIAR, 0.01)
+    assert standing.word(LIAR, 0.1, 15.0, 0.0) == Word(0.1, 15.0), "it has proved itself"
 
 
 def test_a_long_prefill_proves_nothing_since_it_does_not_show_the_time_of_a_token() -> None:

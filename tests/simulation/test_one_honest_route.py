@@ -1,0 +1,74 @@
+"""One honest route beside servers that say that they are the fastest: a client that knows nobody finds it soon."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import trio
+
+from llmnode.core.policy import LinkPolicy
+from llmnode.core.span import Span
+from llmnode.testing import Conditions, Dialogue, open_world, peer_named, seeds, simulated
+from llmnode.testing.hostile import HostilePlan, HostileRole, NanServer, Refuser, Silent, SpeedLiar, check_no_wrong_ban
+from llmnode.wire.frame import FrameType
+from llmnode.wire.messages import RefusalCode
+from llmnode.wire.payload import Codec
+
+ALL_BLOCKS = Span(0, 6)
+HONEST = {"0a": Span(0, 3), "1a": Span(3, 6)}
+STEPS = 24
+WITHIN_S = 18.0
+"""The session ends within this time. A server that never answers is given up after 8 s, or 10 s if it is to open a
+session (`StandingPolicy.first_patience_s`, `ClientPolicy.open_timeout_s`)."""
+
+
+def role(kind: str, peers: int, groups: int) -> HostileRole:
+    every = peers, groups, ALL_BLOCKS, 1
+    match kind:
+        case "refuses steps":
+            return Refuser(*every, RefusalCode.BAD_MESSAGE)
+        case "refuses sessions":
+            return Refuser(*every, RefusalCode.WRONG_MODEL, refuses=FrameType.OPENED)
+        case "computes no numbers":
+            return NanServer(*every)
+        case "is slow":
+            return SpeedLiar(*every, forward_s=3.0)
+        case _:
+            return Silent(*every, FrameType[kind.rpartition(" ")[2]])
+
+
+KINDS = [
+    "refuses steps",
+    "refuses sessions",
+    "computes no numbers",
+    "is slow",
+    "withholds RESULT",
+    "withholds OPENED",
+    "withholds FORWARDED",
+]
+
+
+CROWDS = [
+    *((kind, 16, groups) for kind in KINDS for groups in (1, 16)),
+    ("is slow", 40, 40),
+    ("withholds RESULT", 40, 40),
+]
+
+
+@pytest.mark.parametrize(("kind", "peers", "groups"), CROWDS)
+@pytest.mark.parametrize("seed", seeds(1))
+@simulated
+async def test_a_new_client_is_served_soon_beside_servers_that(kind: str, peers: int, groups: int, seed: int) -> None:
+    plan = HostilePlan((role(kind, peers, groups),))
+    async with open_world(seed, conditions=Conditions(delay_s=0.02), link_policy=LinkPolicy()) as world:
+        for name, span in HONEST.items():
+            await world.start(name, span)
+        async with plan.upon(world), world.client() as client:
+            with trio.fail_after(WITHIN_S):
+                async with client.router.open_session(64, Codec.RAW) as session:
+                    dialogue = Dialogue(session, random.Random(seed))
+                    await dialogue.step(9)
+                    for _ in range(STEPS):
+                        await dialogue.step(1)
+            check_no_wrong_ban(client.router.finder, [peer_named(name) for name in HONEST])  # type: ignore[arg-type]

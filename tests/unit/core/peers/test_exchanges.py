@@ -1,0 +1,36 @@
+"""Each connected peer is asked for news before announcements are old, however many strangers are connected."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from llmnode.core.ids import PeerId
+from llmnode.core.peers.exchanges import Exchanges
+from llmnode.core.policy import SwarmPolicy
+
+POLICY = SwarmPolicy()
+MOST = int(POLICY.exchanges * POLICY.announce_every_s / POLICY.exchange_every_s)
+
+
+@pytest.mark.parametrize("number", [1, 2, 5, 17, MOST])
+def test_each_has_its_turn_before_announcements_are_old(number: int) -> None:
+    exchanges, peers = Exchanges(POLICY, random.Random(number)), [PeerId(f"peer {each}") for each in range(number)]
+    asked_s, now_s = dict.fromkeys(peers, 0.0), 0.0
+    while now_s < 120.0:
+        chosen = exchanges.take_next(peers, 1, now_s)
+        assert 1 <= len(chosen) <= POLICY.exchanges
+        asked_s.update(dict.fromkeys(chosen, now_s))
+        assert max(now_s - each for each in asked_s.values()) <= POLICY.announce_every_s + POLICY.exchange_every_s
+        now_s += POLICY.exchange_every_s
+
+
+def test_those_that_did_not_answer_wait_while_others_are_asked() -> None:
+    exchanges = Exchanges(POLICY, random.Random(1))
+    silent, honest = [PeerId(f"silent {each}") for each in range(16)], PeerId("honest")
+    for each in silent:
+        exchanges.note_failed(each, 0.0)
+    assert exchanges.take_next([*silent, honest], 3, 1.0) == [honest]
+    assert len(exchanges.take_next(silent, 3, 2.0)) > 3, "there is nobody else"
+    assert len(exchanges.take_next([*silent, honest], 3, POLICY.silent_wait_s + 1)) > 3
