@@ -260,7 +260,7 @@ def test_names_that_strangers_choose_steer_no_terminal_and_begin_no_line(served:
 
 
 def test_thousands_of_invented_peers_put_no_honest_one_out_of_the_view(served: Served) -> None:
-    """First over one link, and then from eight addresses."""
+    """First over one link, and then from sixteen addresses."""
     honest = [identity() for _ in range(20)]
     crowds = [[identity() for _ in range(64)] for _ in range(80)]
 
@@ -269,7 +269,7 @@ def test_thousands_of_invented_peers_put_no_honest_one_out_of_the_view(served: S
             teller = await (await stack.enter_async_context(stranger(served, "127.0.40.1"))).dial(served.address)
             await teller.send(served.news(*[(peer, f"{place(9)}/p2p/{peer}", sign) for peer, sign in honest]))
             links = []
-            for number in range(8):
+            for number in range(16):
                 network = await stack.enter_async_context(stranger(served, f"127.0.{41 + number}.1"))
                 links.append(await network.dial(served.address))
             for part, crowd in enumerate(crowds):

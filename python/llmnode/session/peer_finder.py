@@ -138,9 +138,9 @@ class PeerFinder:
 
     async def _wait_for_trials(self, span: Span) -> None:
         """If servers are being tried, until some that have computed, or proved themselves before, cover `span`."""
-        now_s = trio.current_time()
-        proven = [each.offer.span for each in self._usable() if self._standing.is_proven(each.peer, now_s)]
-        await self._trials.wait(span, proven)
+        if self._trials.is_running:
+            now_s = trio.current_time()
+            await self._trials.wait(span, [each.offer.span for each in self._usable() if self._has_served(each, now_s)])
 
     def words(self, route: Route) -> list[Word | None]:
         """The word that the peer of each hop is held to; None if no others could take its place."""
@@ -148,14 +148,9 @@ class PeerFinder:
 
     def is_outdone(self, hop: Hop, took_s: float, beside: Collection[PeerId]) -> bool:
         """Whether others that have computed for us lately take a small part of `took_s` for a position of the hop."""
-        now_s, living = trio.current_time(), {each.peer for each in self.pool.living()}
-        usable = [
-            each
-            for each in self._candidates()
-            if each.peer in living.difference([hop.peer])
-            and not self._is_banned(each)
-            and self._has_served(each, now_s)
-        ]
+        now_s, living = trio.current_time(), {each.peer for each in self.pool.living()} - {hop.peer}
+        served = [each for each in self._candidates() if each.peer in living and not self._is_banned(each)]
+        usable = [each for each in served if self._has_served(each, now_s)]
         costs = self._costs(usable, beside=beside)
         try:
             others = find_detour(hop.span, _held(usable), costs, self._ways(usable))
@@ -173,10 +168,8 @@ class PeerFinder:
     def note_served(self, result: ChunkResult) -> None:
         """The hops of a session have computed a chunk, and all that we can check was right."""
         now_s, positions = trio.current_time(), result.chunk.length
-        for output in result.outputs:
-            timing = output.timing
-            took_s = timing.elapsed_us / 1e6
-            self._standing.note_served(timing.peer, len(timing.span), positions, took_s, now_s)
+        for timing in (output.timing for output in result.outputs):
+            self._standing.note_served(timing.peer, len(timing.span), positions, timing.elapsed_us / 1e6, now_s)
 
     def group_of(self, peer: PeerId) -> str | None:
         """The address group of a peer that we are connected to."""
@@ -356,11 +349,10 @@ class PeerFinder:
 
     def _doubt_s(self, announcement: Announcement, now_s: float) -> float:
         """The extra cost of all blocks at a peer that has not proved itself, after others did not serve."""
-        peer = announcement.peer
-        if self._standing.is_proven(peer, now_s):
+        if self._standing.is_proven(announcement.peer, now_s):
             return 0.0
         groups = {group for each in announcement.addresses if (group := announced_group(each))}
-        return self._broken.cost_s(groups, now_s, has_computed=self._trials.has_computed(peer, now_s))
+        return self._broken.cost_s(groups, now_s, has_computed=self._trials.has_computed(announcement.peer, now_s))
 
     def _ways(self, announcements: Sequence[Announcement]) -> Ways:
         return believed_ways(announcements, self.reaching.round_trips_s())

@@ -52,9 +52,13 @@ class Reaching:
         """The cost of a server that was never reached, in seconds a token, since others like it could not be."""
         return self._unreached.cost_s(_group(announcement), trio.current_time())
 
-    async def reach(self, announcement: Announcement) -> PeerConnection:
-        """A connection to one server. Raises PeerError."""
-        return await self._connect(announcement, self._policy.connect_timeout_s)
+    async def reach(self, announcement: Announcement, *, keeps: bool = True) -> PeerConnection:
+        """A connection to one server, which `release` ends if nobody `keeps` it. Raises PeerError."""
+        return await self._connect(announcement, self._policy.connect_timeout_s, keeps=keeps)
+
+    async def release(self, connection: PeerConnection) -> None:
+        """End a connection that nobody keeps or uses."""
+        await self._pool.release(connection)
 
     def start_soon(self, work: Callable[[], Awaitable[None]]) -> None:
         """Do `work` for as long as the connections live."""

@@ -7,6 +7,7 @@ them one after the other. A server that computes the position and then serves no
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from llmnode.core.model import ModelInfo
     from llmnode.core.policy import ClientPolicy
     from llmnode.session.reaching import Reaching
+    from llmnode.swarm.peer_connection import PeerConnection
     from llmnode.wire.chunk_path import ChunkResult
 
 log = logging.getLogger(__name__)
@@ -60,7 +62,7 @@ class Trials:
         self._computed: dict[PeerId, Span] = {}
         """The latest span of each that has computed."""
         self._waiting: list[Announcement] = []
-        self._is_running = False
+        self.is_running = False
         self._changed = trio.Event()
 
     def has_computed(self, peer: PeerId, now_s: float) -> bool:
@@ -82,13 +84,13 @@ class Trials:
         chosen = {each.peer for each in firsts.values()}
         ordered = [*reversed(firsts.values()), *(each for each in fresh if each.peer not in chosen)]
         self._waiting = ordered[: self._policy.most]
-        if self._waiting and not self._is_running:
-            self._is_running = True
+        if self._waiting and not self.is_running:
+            self.is_running = True
             self._reaching.start_soon(self._run)
 
     async def wait(self, span: Span, proven: Sequence[Span]) -> None:
         """While servers are tried, until those that have computed cover `span`, together with the `proven` ones."""
-        while self._is_running and not covers([*proven, *self._computed.values()], span):
+        while self.is_running and not covers([*proven, *self._computed.values()], span):
             await self._changed.wait()
 
     async def _run(self) -> None:
@@ -104,7 +106,7 @@ class Trials:
                     while running and not covers(self._computed.values(), Span(0, self._terms.model.blocks)):
                         await self._changed.wait()
         finally:
-            self._is_running = False
+            self.is_running = False
             self._note_change()
 
     def _note_change(self) -> None:
@@ -114,8 +116,22 @@ class Trials:
     async def _try(self, announcement: Announcement, running: set[PeerId]) -> None:
         peer = announcement.peer
         try:
+            with suppress(PeerError):  # `Reaching` counts it
+                connection = await self._reaching.reach(announcement, keeps=False)
+                try:
+                    await self._judge(announcement, connection)
+                finally:
+                    if peer not in self._computed:  # else it may be used soon
+                        await self._reaching.release(connection)
+        finally:
+            running.discard(peer)
+            self._note_change()
+
+    async def _judge(self, announcement: Announcement, connection: PeerConnection) -> None:
+        peer = announcement.peer
+        try:
             with trio.fail_after(self._policy.timeout_s), single_error():
-                result = await self._compute(announcement)
+                result = await self._compute(announcement, connection)
         except (PeerTimeout, PeerUnreachable, trio.TooSlowError) as error:
             log.info("peer=%s has computed nothing in a trial: %s", peer, error)
         except PeerError as error:
@@ -123,14 +139,10 @@ class Trials:
         else:
             self._computed[peer] = announcement.offer.span
             self._served(result)
-        finally:
-            running.discard(peer)
-            self._note_change()
 
-    async def _compute(self, announcement: Announcement) -> ChunkResult:
+    async def _compute(self, announcement: Announcement, connection: PeerConnection) -> ChunkResult:
         """One position of zeros, in a session of its own. Raises PeerError."""
         terms = self._terms
-        connection = await self._reaching.reach(announcement)
         hop = SessionHop(Hop(announcement.peer, announcement.offer.span), connection, terms)
         payload = bytes(terms.form.encode(bytes(terms.model.row_bytes)))
         try:
