@@ -6,13 +6,15 @@ import json
 import signal
 import subprocess
 import sys
-from contextlib import ExitStack
+import time
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 import llmnode
+from bench.hostile.attacks import Order
 from llmnode.core.span import Span
 from process.small_server import expected_tokens
 
@@ -23,6 +25,7 @@ pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(300)]
 
 PROMPT = "The capital of France is"
 HALF = 10
+ENDS_WITHIN_S = 10.0
 
 
 class Draining:
@@ -96,14 +99,31 @@ def test_a_session_does_not_notice_that_its_server_was_told_to_stop(
     assert "Traceback" not in said
 
 
-def test_a_second_signal_ends_a_draining_server_at_once(first: Any, start_draining: Callable[..., Draining]) -> None:
+@contextmanager
+def attacked(address: str) -> Iterator[None]:
+    """Peers that open sessions again and again, leave frames unfinished, read nothing, and say nothing."""
+    order = Order(["hog", "unfinished", "unread", "silent"], 16, [address], [(15, 30)], [])
+    command = [sys.executable, "-P", "-m", "bench.hostile.attacks", order.packed()]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline()
+            yield
+        finally:
+            process.kill()
+
+
+def test_a_second_signal_ends_a_draining_server_at_once_whatever_its_peers_do(
+    first: Any, start_draining: Callable[..., Draining]
+) -> None:
     stopping = start_draining("15:30", 1000.0, first.address)
-    stopping.wait_for("ready")
-    with llmnode.connect(peers=[first.address]) as model, model.open_cache(64):
+    address = stopping.wait_for("ready")["addresses"][0]
+    with llmnode.connect(peers=[first.address]) as model, model.open_cache(64), attacked(address):
         stopping.process.send_signal(signal.SIGINT)
         stopping.wait_for("draining")
+        began_s = time.monotonic()
         stopping.process.send_signal(signal.SIGINT)
         stopping.end()
+        assert time.monotonic() - began_s < ENDS_WITHIN_S
 
 
 def test_how_long_a_server_drains_must_be_a_time() -> None:

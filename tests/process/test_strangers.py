@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(120)]
 
 POLICY = ServePolicy()
+GROWTH_MIB, LONGEST_STEP_S = 8.0, 0.25
 
 
 async def refusals_until_the_end(link: Link) -> int:
@@ -216,6 +217,41 @@ def test_announced_addresses_in_private_networks_are_not_dialled(served: Served)
             dialled = served.server.footprint().dialled
             assert "127.0.10.2" in dialled
             assert all(each.startswith("127.") for each in dialled), dialled
+
+    trio.run(check)
+
+
+def test_records_without_end_cost_a_node_no_memory_and_no_long_step(served: Served) -> None:
+    """Each of 16 addresses offers as many as one may at once, and each record is under a key of its own."""
+    protocol, peer = TProtocol("/ipfs/kad/1.0.0"), parse_peer(served.address).peer_id
+    records = SwarmPolicy().dht.requests_burst
+
+    async def offer(source: str, first: int) -> None:
+        async with stranger(served, source) as network:
+            stream = await open_unanswered(network.host, peer, protocol)
+            own = Message.Peer(
+                id=network.host.get_id().to_bytes(), addrs=[parse_peer(served.address).addrs[0].to_bytes()]
+            )
+            for number in range(first, first + records - 1):
+                key = b"\x12\x20" + number.to_bytes(32, "big")
+                await send(stream.muxed_stream, Message(type=Message.ADD_PROVIDER, key=key, providerPeers=[own]))
+            await send(stream.muxed_stream, Message(type=Message.PING))
+            with trio.fail_after(ANSWER_S):
+                assert (await receive(stream.muxed_stream, Message())).type == Message.PING, "it has read all"
+
+    async def offer_from_all(first: int) -> None:
+        async with trio.open_nursery() as nursery:
+            for number in range(16):
+                nursery.start_soon(offer, f"127.0.{100 + number}.{1 + first}", (16 * first + number) * records)
+
+    async def check() -> None:
+        await offer_from_all(0)  # libp2p has loaded all that it needs then
+        before = served.server.footprint()
+        await offer_from_all(1)
+        now = served.server.footprint()
+        print(f"{now.memory_mib - before.memory_mib:.1f} MiB more, longest step {1e3 * now.longest_step_s:.1f} ms")
+        assert now.memory_mib - before.memory_mib < GROWTH_MIB
+        assert now.longest_step_s < LONGEST_STEP_S
 
     trio.run(check)
 

@@ -178,10 +178,11 @@ class Libp2pLink:
                 nursery.start_soon(self._write)
                 nursery.start_soon(self._keep_alive)
                 nursery.start_soon(self._notice_silence)
-                await self._ended.wait()
-                self._write_scope.deadline = min(
-                    self._write_scope.deadline, trio.current_time() + self._policy.farewell_s
-                )
+                try:
+                    await self._ended.wait()
+                finally:  # also if the whole node ends: the other side may read nothing
+                    until_s = trio.current_time() + self._policy.farewell_s
+                    self._write_scope.deadline = min(self._write_scope.deadline, until_s)
                 nursery.cancel_scope.cancel()
         finally:
             self._fail(PeerUnreachable("link closed"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -94,3 +95,24 @@ async def test_a_frame_that_no_link_may_carry_fails_its_sender_alone() -> None:
             await link.send(given)
             with trio.fail_after(PATIENCE_S):
                 assert same([await other.receive()], [given])
+
+
+@in_trio
+async def test_a_node_ends_soon_though_the_other_side_takes_nothing() -> None:
+    policy = LinkPolicy()
+    async with open_network([LISTEN], policy) as far, AsyncExitStack() as stack:
+        near = await stack.enter_async_context(open_network([], policy))
+        link = await near.dial(far.addresses[0])
+        async with far.accept():
+            await trio.testing.wait_all_tasks_blocked(0.01)
+            link._stream.write = never  # type: ignore[method-assign]
+            link._stream.write_at_once = lambda _data: 0  # type: ignore[method-assign]
+            await link.send(*frames(2 * AT_ONCE_BYTES))
+            await trio.testing.wait_all_tasks_blocked(0.01)
+            began_s = trio.current_time()
+            await stack.aclose()
+            assert trio.current_time() - began_s < policy.write_timeout_s / 2
+
+
+async def never(_data: object) -> None:
+    await trio.sleep_forever()
