@@ -102,9 +102,10 @@ class SessionHops:
     async def leave_slow(self) -> None:
         """Raises Outdone, the failure of a hop that is much slower than it says, if others are known to be faster.
 
-        Nothing is under way.
+        Nothing is under way. While a spot check asks the hop, it stays.
         """
-        for hop in self.hops:
+        checks = self.tools.spot_checks
+        for hop in self.hops if checks is None or not checks.is_busy else ():
             if hop.overtime.total_s >= self.terms.policy.standing.slow_total_s * 2**self._left:
                 await self._leave_if_others_are_faster(hop)
 
@@ -270,8 +271,9 @@ class SessionHops:
         return hops
 
     async def _note_slow_opening(self) -> None:
-        """Servers that have KV answer at once. Others may wait for some, or never answer."""
-        if (finder := self.tools.finder) is not None:
+        """Servers that have KV answer at once, unless much comes first. Others may wait for some, or never answer."""
+        finder, brings_more = self.tools.finder, self.terms.adapter is not None or bool(self.terms.prompts)
+        if finder is not None and not brings_more:
             await trio.sleep(self.terms.policy.trials.opens_within_s)
             await finder.note_slow(Span(0, self.terms.model.blocks))
 
