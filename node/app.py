@@ -28,7 +28,7 @@ from llmnode.net.host import open_network
 from llmnode.net.invite import Invite, is_invite
 from llmnode.net.swarm_key import entry
 from llmnode.node.listening import check_places
-from llmnode.node.nearby import describe, living_nearby
+from llmnode.node.nearby import living_nearby
 from llmnode.node.own_adapters import check_number, own_adapters
 from llmnode.node.running_node import RunningNode
 from llmnode.node.serve.conduct import Conduct
@@ -44,6 +44,7 @@ from llmnode.node.serve.speed import measure_compute
 from llmnode.node.serve.speed_cache import SpeedCache
 from llmnode.node.watching import Notice, log_notice, watch
 from llmnode.swarm.former_peers import FormerPeers
+from llmnode.swarm.found_nearby import describe
 from llmnode.swarm.membership import Swarm
 from llmnode.swarm.pool import open_pool
 from llmnode.swarm.remembering import remember

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from contextlib import AsyncExitStack, ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from llmnode.client.portal import open_portal
 from llmnode.core.span import Span
 from llmnode.errors import ConfigError
+from llmnode.net.addresses import own_ips
 from llmnode.node.app import NodeConfig, open_node
+from llmnode.node.listening import choose_listening
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,15 +24,17 @@ if TYPE_CHECKING:
 class Node:
     """Serves blocks for as long as its context lasts: `with Node(blocks="0:10") as node: print(node.addresses)`.
 
-    Takes the fields of `NodeConfig`; an invite may stand for `model`, and is enough to join a swarm. In a trio program
-    use `async with`; everywhere else `with`, which runs the node in
-    a thread of its own. Errors are raised on entering: see `llmnode.node.app.open_node`.
+    Takes the fields of `NodeConfig`; an invite may stand for `model`, and is enough to join a swarm. With `mdns=True`
+    it listens in the private networks of this machine, unless `listen` says where. Without `peers` it then joins the
+    swarm that mDNS finds there. In a trio program use `async with`; everywhere else `with`, which runs the node in a
+    thread of its own. Errors are raised on entering: see `llmnode.node.app.open_node`.
     """
 
     def __init__(
         self, model: str | None = None, *, report: Callable[[str], None] = lambda _line: None, **config: Any
     ) -> None:  # Any: NodeConfig's own fields
         self._config = NodeConfig(model, **config)
+        self._is_told_where = "listen" in config
         self._report = report
         self._running: RunningNode | None = None
         self._portal: Portal | None = None
@@ -71,10 +76,17 @@ class Node:
             raise ConfigError("no node runs here: call this within `with Node(...) as node:`")
         self._portal.call(partial(self.running.change_span, Span(start, end), drain_s))
 
+    def _placed(self) -> NodeConfig:
+        """With the addresses to listen at."""
+        if self._is_told_where or not self._config.mdns or self._config.way_in().key is not None:
+            return self._config
+        here = choose_listening([], [], map(str, own_ips()), is_private=False, mdns=None)
+        return replace(self._config, listen=here.listen)
+
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             self._portal = portal = stack.enter_context(open_portal())
-            self._running = stack.enter_context(portal.enter(open_node(self._config, self._report)))
+            self._running = stack.enter_context(portal.enter(open_node(self._placed(), self._report)))
             self._stack = stack.pop_all()
         return self
 
@@ -85,7 +97,7 @@ class Node:
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
-            self._running = await stack.enter_async_context(open_node(self._config, self._report))
+            self._running = await stack.enter_async_context(open_node(self._placed(), self._report))
             self._async_stack = stack.pop_all()
         return self
 

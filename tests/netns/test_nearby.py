@@ -56,6 +56,17 @@ print(sent, flush=True)
 """
 
 
+PROGRAM = f"""
+import json, logging, sys, torch, llmnode
+logging.basicConfig()
+with llmnode.connect() as model:
+    prompt = torch.tensor([model.tokenizer.encode(sys.argv[1])])
+    output = model.generate(prompt, max_new_tokens={FEW_TOKENS}, do_sample=False)
+print(json.dumps(output[0, prompt.shape[1]:].tolist()))
+"""
+"""It names no peers."""
+
+
 @pytest.fixture(scope="module")
 def lan() -> Iterator[list[Host]]:
     """Three machines: two for servers, and one for a user."""
@@ -113,6 +124,14 @@ def test_two_servers_form_one_swarm_and_a_third_machine_uses_it_without_flags(
         assert named.returncode == 0, named.stderr
         record_property("found_and_generated_s", round(took_s, 1))
         record_property("generated_with_peers_s", round(named_s, 1))
+
+        told = subprocess.run(
+            user.command(sys.executable, "-P", "-c", PROGRAM, PROMPT),
+            capture_output=True, text=True, check=False, timeout=100,
+        )  # fmt: skip
+        assert told.returncode == 0, told.stderr
+        assert json.loads(told.stdout) == question.expected[:FEW_TOKENS]
+        assert FOUND in told.stderr
 
         none, _ = generate(user, "--no-mdns")
         assert none.returncode == 2 and "no peers are named: give an INVITE" in none.stderr

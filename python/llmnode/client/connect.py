@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -55,6 +56,9 @@ if TYPE_CHECKING:
     from llmnode.swarm.membership import Swarm
     from llmnode.wire.adapter import Adapter
 
+log = logging.getLogger(__name__)
+
+GIVE = "give peers, the addresses of servers or relays, or an invite that names some"
 MOST_LOGPROBS = 20
 """The most log probabilities of likeliest tokens that one may ask for, for each token."""
 
@@ -218,7 +222,7 @@ def load_parts(folder: ModelFolder | None = None) -> ClientParts:
 
 @asynccontextmanager
 async def aconnect(
-    peers: str | Sequence[str] | Invite = (),
+    peers: str | Sequence[str] | Invite | None = None,
     *,
     swarm_key: str | Path | None = None,
     parts: ClientParts | None = None,
@@ -232,6 +236,8 @@ async def aconnect(
 
     One address may stand for `peers`, or an invite, the line that `llmnode invite` prints: it names the peers, and
     perhaps the model and the key. Otherwise, if the swarm is private, `swarm_key` is an invite or the file of its key.
+    Without any of these, mDNS finds a public swarm in the local network: a logged warning names it, since anybody there
+    may run its servers.
 
     `parts` come from `load_parts`, and are by default those of the invite's model, else of the embedded one. `codec` is
     how hidden states cross the wire: "raw" is exact; "fp16", "bf16" and "int8" are lossy and smaller. Only servers that
@@ -261,7 +267,10 @@ async def aconnect(
     if not 0 <= policy.spot_checks.share <= 1:
         raise ConfigError(f"spot_check={policy.spot_checks.share:g}: give a share from 0 to 1")
     check_choice(policy.relayed.prefill, "relayed_prefill")
-    way_in = check_way_in(entry(peers, swarm_key))  # a typing error is told before the seconds that loading takes
+    way_in = entry(() if peers is None else peers, swarm_key)
+    if peers is None:
+        way_in = await with_nearby(way_in)
+    way_in = check_way_in(way_in)  # a typing error is told before the seconds that loading takes
     parts = parts or await _load_parts(way_in.hub_model)
     joining = join_swarm(way_in.peers, link_policy or LinkPolicy(), swarm_key=way_in.key, is_near=way_in.is_near)
     async with joining as (pool, swarm):
@@ -323,10 +332,20 @@ async def aresume(
                 yield ResumedSession(Client(parts, router, saved.codec, policy), session, saved.token_ids)
 
 
+async def with_nearby(found: Invite) -> Invite:
+    """With the peers of the local network, if there are none and no key. Raises ConfigError if none is there."""
+    if found.peers or found.key is not None:
+        return found
+    from llmnode.swarm.found_nearby import find_nearby  # zeroconf takes a while to import
+
+    with single_error():
+        return replace(await find_nearby(log.warning, GIVE), model=found.model)
+
+
 def check_way_in(found: Invite) -> Invite:
     """Raises ConfigError for an address that is malformed, and if there is none."""
     if not found.peers:
-        raise ConfigError("no peers are named: give the addresses of servers or relays, or an invite that names some")
+        raise ConfigError(f"no peers are named: {GIVE}")
     for address in found.peers:
         parse_peer(address)
     return found

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from llmnode.client.cache import SessionCache
 from llmnode.client.causal_lm import DistributedModelForCausalLM
-from llmnode.client.connect import aconnect, aresume, check_way_in, load_parts
+from llmnode.client.connect import aconnect, aresume, check_way_in, load_parts, with_nearby
 from llmnode.client.distributed import Connection
 from llmnode.client.portal import open_portal
 from llmnode.core.model import AUTO
@@ -27,7 +28,7 @@ Model = TypeVar("Model", bound=DistributedModelForCausalLM)
 def connect(  # noqa: PLR0913  # each is an option that users know, and all but the first are named
     name: str | None = None,
     *,
-    peers: str | Sequence[str] | Invite = (),
+    peers: str | Sequence[str] | Invite | None = None,
     swarm_key: str | Path | None = None,
     codec: str = "raw",
     dtype: str = AUTO,
@@ -40,7 +41,8 @@ def connect(  # noqa: PLR0913  # each is an option that users know, and all but 
 
     An invite, the line that `llmnode invite` prints, may stand for `name`, and is enough: it names the peers, and
     perhaps the model and the key. If the swarm is private, `swarm_key` is an invite, which names peers too, or the file
-    of its key. One address may stand for `peers`, or an invite.
+    of its key. One address may stand for `peers`, or an invite. Without any of these, mDNS finds a public swarm in the
+    local network: a logged warning names it, since anybody there may run its servers.
 
     `codec` is how hidden states cross the wire: "raw" is exact; "fp16", "bf16" and "int8" are lossy and smaller. Only
     servers that compute in `dtype` are used: "float32" is exact, "float32+int8" and the like have quantized weights
@@ -54,7 +56,10 @@ def connect(  # noqa: PLR0913  # each is an option that users know, and all but 
     `close()` when done. Raises ConfigError, AdapterError, PeerError or NoRoute.
     """
     policy = ClientPolicy(spot_checks=SpotCheckPolicy(spot_check), relayed=RelayedPolicy(prefill=relayed_prefill))
-    name, way_in = model_and_way_in(name, peers, swarm_key)
+    name, way_in = model_and_way_in(name, () if peers is None else peers, swarm_key)
+    if peers is None:
+        with open_portal() as portal:
+            way_in = portal.call(partial(with_nearby, way_in))
     return open_as(
         DistributedModelForCausalLM,
         name,

@@ -16,17 +16,22 @@ import pytest
 import trio
 import trio.testing
 
+import llmnode
+from llmnode.client.connect import with_nearby
 from llmnode.core.announcement import Announcement, Offer, PeerState
 from llmnode.core.ids import PeerId
 from llmnode.core.policy import MdnsPolicy
 from llmnode.core.span import Span
 from llmnode.errors import ConfigError
+from llmnode.net.addresses import LISTEN_ANY_LOOPBACK
 from llmnode.net.invite import Invite
 from llmnode.net.mdns import PORT, LocalNetwork
 from llmnode.net.mdns_messages import Heard
 from llmnode.net.swarm_key import entry, make_key
 from llmnode.node import Node, nearby
-from llmnode.node.nearby import describe, find_swarm, living_nearby
+from llmnode.node.nearby import find_swarm, living_nearby
+from llmnode.swarm import found_nearby
+from llmnode.swarm.found_nearby import describe
 from llmnode.testing.exact_blocks import EXACT_MODEL
 from unit.exact_nodes import ExactLoader
 from unit.in_trio import DEADLINE_S, in_trio
@@ -40,6 +45,10 @@ if TYPE_CHECKING:
     from llmnode.ports import Loaded
 
 
+def a_network() -> list[LocalNetwork]:
+    return [LocalNetwork("10.0.0.1", IPv4Network("10.0.0.0/8"), 2)]
+
+
 def failed(report: Callable[[str], None] = lambda _line: None) -> str:
     with pytest.raises(ConfigError) as raised:
         find_swarm(report)
@@ -47,13 +56,13 @@ def failed(report: Callable[[str], None] = lambda _line: None) -> str:
 
 
 def test_a_machine_without_a_private_network_does_not_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nearby, "local_networks", list)
+    monkeypatch.setattr(found_nearby, "local_networks", list)
     lines: list[str] = []
     assert "in no private IPv4 network" in failed(lines.append) and not lines
 
 
 def test_a_port_that_another_program_keeps_for_itself_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nearby, "local_networks", lambda: [LocalNetwork("10.0.0.1", IPv4Network("10.0.0.0/8"), 2)])
+    monkeypatch.setattr(found_nearby, "local_networks", a_network)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as other:
         try:
             other.bind(("", PORT))
@@ -84,13 +93,14 @@ def mdns(monkeypatch: pytest.MonkeyPatch) -> Datagrams:
     async def open_datagrams(_policy: MdnsPolicy | None = None) -> AsyncIterator[Datagrams]:
         yield datagrams
 
-    monkeypatch.setattr(nearby, "open_mdns", open_datagrams)
-    monkeypatch.setattr(nearby, "local_networks", list)
+    for module in (nearby, found_nearby):
+        monkeypatch.setattr(module, "open_mdns", open_datagrams)
+        monkeypatch.setattr(module, "local_networks", list)
     return datagrams
 
 
 def test_a_command_without_peers_finds_strangers_and_says_so(mdns: Datagrams, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nearby, "local_networks", lambda: [LocalNetwork("10.0.0.1", IPv4Network("10.0.0.0/8"), 2)])
+    monkeypatch.setattr(found_nearby, "local_networks", a_network)
     lines: list[str] = []
     with Node(worker="thread", make_loader=ExactLoader) as node:
         addresses = tuple(node.addresses)
@@ -99,6 +109,26 @@ def test_a_command_without_peers_finds_strangers_and_says_so(mdns: Datagrams, mo
     assert found == entry(found) == Invite(addresses, is_near=True)
     (line,) = [each for each in lines if each.startswith("found by mDNS: 1 server of exact (blocks [0, 6))")]
     assert "anybody in this network may run one" in line and "can read text" in line
+
+
+def test_a_program_that_names_no_peers_finds_strangers_and_is_warned(
+    mdns: Datagrams, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(found_nearby, "local_networks", a_network)
+    with Node(worker="thread", make_loader=ExactLoader) as node:
+        addresses = tuple(node.addresses)
+        mdns.say.send_nowait(Heard(HERE, False, {node.running.peer: addresses}))
+        found = trio.run(with_nearby, Invite((), model="org/name"))
+    assert found == Invite(addresses, model="org/name", is_near=True)
+    assert "can read text" in caplog.messages[-1]
+
+
+@pytest.mark.parametrize("peers", [[], "", Invite(())], ids=["none", "empty", "an invite without peers"])
+def test_peers_that_are_given_and_are_none_are_not_looked_for(mdns: Datagrams, peers: Any) -> None:
+    """A program whose list of peers is empty by mistake is not to give its text to strangers."""
+    with pytest.raises(ConfigError):
+        llmnode.connect(peers=peers)
+    assert not mdns.asked_s
 
 
 @in_trio
@@ -112,7 +142,8 @@ async def test_a_server_is_told_of_when_its_blocks_are_loaded_and_one_of_a_priva
             answers_at_load.append(len(mdns.answers))
             return super().load(span)
 
-    serving: dict[str, Any] = {"worker": "thread", "make_loader": Loader, "mdns": True}
+    here = [LISTEN_ANY_LOOPBACK]
+    serving: dict[str, Any] = {"worker": "thread", "make_loader": Loader, "mdns": True, "listen": here}
     key = tmp_path / "swarm.key"
     make_key(key)
     async with Node(swarm_key=key, **serving):
@@ -159,7 +190,7 @@ class LanMember(Datagrams):
 @in_trio
 async def test_two_servers_that_start_together_find_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nearby, "open_mdns", Lan().open)
-    monkeypatch.setattr(nearby, "local_networks", lambda: [LocalNetwork("10.0.0.1", IPv4Network("10.0.0.0/8"), 2)])
+    monkeypatch.setattr(nearby, "local_networks", a_network)
     both_load = threading.Barrier(2)
 
     class Loader(ExactLoader):
@@ -170,7 +201,8 @@ async def test_two_servers_that_start_together_find_each_other(monkeypatch: pyte
     began_s = trio.current_time()
 
     async def serve(*, task_status: trio.TaskStatus[RunningNode]) -> None:
-        async with Node(worker="thread", make_loader=Loader, mdns=True) as node:
+        here = [LISTEN_ANY_LOOPBACK]
+        async with Node(worker="thread", make_loader=Loader, mdns=True, listen=here) as node:
             task_status.started(node.running)
             await trio.sleep_forever()
 
