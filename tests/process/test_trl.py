@@ -50,6 +50,9 @@ def _train(model: Any, tokenizer: Any, folder: Path, **options: Any) -> tuple[An
         processing_class=tokenizer,
         peft_config=peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "down_proj"]),
     )
+    generator = torch.Generator().manual_seed(1)
+    for _, each in sorted((name, each) for name, each in trainer.model.named_parameters() if "lora_" in name):
+        each.data = 0.02 * torch.randn(each.shape, generator=generator)
     losses: list[torch.Tensor] = []
     compute = trainer.compute_loss
 
