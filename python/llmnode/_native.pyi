@@ -117,6 +117,15 @@ def dequantize_blockwise_into(
     Raises `ValueError` too for an `out` that shares memory with `data`. After an error its contents are not specified.
     """
 
+def are_within(data: _Buffer, width: int, largest: int, *, signed: bool = True) -> bool:
+    """Whether the bits of all numbers in `data`, of `width` bytes (2 or 4, little-endian), are at most `largest`.
+
+    `signed`: their sign is left out. The bits of infinities and NaNs are larger than those of all numbers.
+
+    Raises `ValueError` for another width, and for bytes that are no whole number of values; `OverflowError` for a
+    `largest` that is not of 32 bits.
+    """
+
 def pack(data: _Buffer, width: int) -> bytes:
     """`data` in fewer bytes without loss, if it is numbers of floating point of `width` bytes, 2 or 4.
 

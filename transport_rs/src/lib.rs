@@ -14,6 +14,7 @@ pub mod digest;
 pub mod noise;
 pub mod packing;
 mod simd;
+pub mod within;
 pub mod yamux;
 
 #[cfg(feature = "python")]

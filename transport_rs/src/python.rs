@@ -23,6 +23,7 @@ use buffers::{ByteView, ByteViews, WritableView};
 
 use crate::codec::{self, Code, CodecError, Dtype, Format};
 use crate::packing::{self, PackError};
+use crate::within::{self, Width};
 use crate::{checksum, digest};
 
 /// From this many bytes on, a call releases the GIL.
@@ -44,6 +45,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(self::quantize_blockwise_into, module)?)?;
     module.add_function(wrap_pyfunction!(self::dequantize_blockwise, module)?)?;
     module.add_function(wrap_pyfunction!(self::dequantize_blockwise_into, module)?)?;
+    module.add_function(wrap_pyfunction!(self::are_within, module)?)?;
     module.add_function(wrap_pyfunction!(self::pack, module)?)?;
     module.add_function(wrap_pyfunction!(self::unpack, module)?)?;
     module.add_function(wrap_pyfunction!(blocks::pack_q4, module)?)?;
@@ -79,6 +81,21 @@ fn blake3_digest(py: Python<'_>, data: ByteView) -> [u8; digest::DIGEST_BYTES] {
 #[pyfunction]
 fn blake3_digest_parts(py: Python<'_>, parts: ByteViews) -> [u8; digest::DIGEST_BYTES] {
     detach_if_long(py, parts.len_bytes(), || digest::blake3_digest_parts(parts.iter()))
+}
+
+#[pyfunction]
+#[pyo3(signature = (data, width, largest, *, signed = true))]
+fn are_within(py: Python<'_>, data: ByteView, width: usize, largest: u32, signed: bool) -> PyResult<bool> {
+    let width = match width {
+        2 => Width::Two,
+        4 => Width::Four,
+        _ => return Err(PyValueError::new_err(format!("numbers have 2 or 4 bytes, not {width}"))),
+    };
+    let bytes = data.bytes();
+    if !bytes.len().is_multiple_of(width.bytes()) {
+        return Err(PyValueError::new_err(format!("{} bytes are no whole number of values", bytes.len())));
+    }
+    Ok(detach_if_long(py, bytes.len(), || within::are_within(bytes, width, largest, signed)))
 }
 
 #[pyfunction]

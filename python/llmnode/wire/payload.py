@@ -122,18 +122,18 @@ class HiddenForm:
         match self.codec:
             case Codec.INT8:
                 scales = memoryview(payload)[: len(payload) - length * self.hidden_size]
-                return _are_within(scales, FP32_BYTES, _FP32_LARGEST, signed=False)
+                return _native.are_within(scales, FP32_BYTES, _FP32_LARGEST, signed=False)
             case Codec.RAW:
-                return _are_within(payload, FP32_BYTES, _FP32_LARGEST)
+                return _native.are_within(payload, FP32_BYTES, _FP32_LARGEST)
             case Codec.BF16:
-                return _are_within(payload, 2, _FP32_LARGEST >> 16)
+                return _native.are_within(payload, 2, _FP32_LARGEST >> 16)
             case Codec.FP16:
-                return _are_within(payload, 2, _FP16_LARGEST)
+                return _native.are_within(payload, 2, _FP16_LARGEST)
 
     def can_carry(self, hidden: Buffer) -> bool:
         """Whether fp32 `hidden` can be encoded, and is sound then. Costs one look at each number."""
         largest = _FP16_LARGEST_IN_FP32 if self.codec is Codec.FP16 else _FP32_LARGEST
-        return _are_within(hidden, FP32_BYTES, largest)
+        return _native.are_within(hidden, FP32_BYTES, largest)
 
     def bytes_of(self, positions: int) -> int:
         """The size of a payload."""
@@ -191,19 +191,6 @@ class HiddenForm:
 
     def _sized(self, piece: Piece) -> tuple[Buffer, Codec, int]:
         return piece[0], self.codec, piece[1] * self.hidden_size
-
-
-def _are_within(numbers: Buffer, value_bytes: int, largest: int, *, signed: bool = True) -> bool:
-    """Whether all numbers are at most `largest`, as bits; without their sign if they may have one.
-
-    The bits of infinities and NaNs are larger than those of all numbers.
-    """
-    import numpy as np
-
-    bits = np.frombuffer(numbers, dtype=f"<u{value_bytes}")
-    if signed:
-        bits = bits & bits.dtype.type((1 << (8 * value_bytes - 1)) - 1)
-    return not len(bits) or int(bits.max()) <= largest
 
 
 def _to_fp16(hidden: Buffer) -> Buffer:

@@ -19,7 +19,7 @@ from bench.kit.report import Row, percentile, ratios, spread
 from llmnode.compute.load_executor import load_executor
 from llmnode.compute.thread_worker import ThreadWorker
 from llmnode.core.ids import PeerId, SessionId
-from llmnode.core.operations import Close, Forward, Open
+from llmnode.core.operations import Close, Forward, Open, Truncate
 from llmnode.core.policy import BatchPolicy
 from llmnode.core.span import Span
 
@@ -162,7 +162,14 @@ class Workers:
         session, positions = SessionId(b"decoder".ljust(16)), count()
         assert await worker.do(Open(session, worker.span, MOST_POSITIONS, PeerId("decoder")))
         row = self._hidden[: self._row_bytes]
-        yield lambda: worker.do(Forward(session, next(positions), 1, row))
+
+        async def decode() -> None:
+            position = next(positions) % MOST_POSITIONS
+            if position == 0:  # decodes beside a long prefill are many on a fast machine
+                await worker.do(Truncate(session, 0))
+            await worker.do(Forward(session, position, 1, row))
+
+        yield decode
         await worker.do(Close(session))
 
     async def _prefill(self, worker: ThreadWorker) -> None:

@@ -169,6 +169,21 @@ def test_crc32c_goes_on_from_any_split(data: bytes, draw: st.DataObject) -> None
     assert _native.crc32c(data[cut:], _native.crc32c(data[:cut])) == _native.crc32c(data)
 
 
+@pytest.mark.parametrize("width", [2, 4])
+def test_numbers_are_within_a_limit_by_their_bits(width: int) -> None:
+    last = (1 << (8 * width - 1) | 5).to_bytes(width, "little")  # -5, if bits counted
+    data = bytearray(6 * width) + last
+    assert _native.are_within(data, width, 5) and not _native.are_within(data, width, 4)
+    assert not _native.are_within(data, width, 5, signed=False)
+    assert _native.are_within(b"", width, 0)
+    with pytest.raises(ValueError, match="no whole number"):
+        _native.are_within(data[1:], width, 5)
+    with pytest.raises(ValueError, match="2 or 4 bytes, not 3"):
+        _native.are_within(data, 3, 5)
+    with pytest.raises(OverflowError):
+        _native.are_within(data, width, 1 << 32)
+
+
 @pytest.mark.parametrize("buffer", BUFFERS.values(), ids=BUFFERS.keys())
 @pytest.mark.parametrize("width", [2, 4])
 def test_any_contiguous_buffer_comes_back_from_packing(buffer: Buffer, width: int) -> None:
