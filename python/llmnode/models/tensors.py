@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 if TYPE_CHECKING:
     from llmnode.wire.frame import Buffer
@@ -26,9 +27,30 @@ def to_bytes(hidden: torch.Tensor) -> Buffer:
     return hidden.detach().contiguous().numpy().data.cast("B")
 
 
+class _Steps:
+    """How many steps all optimizers of this process have taken, since the first tensor was asked for."""
+
+    taken = 0
+    is_counting = False
+
+    @classmethod
+    def now(cls) -> int:
+        if not cls.is_counting:
+            cls.is_counting = True
+            register_optimizer_step_post_hook(cls._count)
+        return cls.taken
+
+    @classmethod
+    def _count(cls, *_step: object) -> None:
+        cls.taken += 1
+
+
 def version_of(tensor: torch.Tensor) -> tuple[int, int, int]:
     """Another value when the tensor has been changed in place, has got other data, or is another tensor.
 
-    It does not see changes in place through `tensor.data`, nor those of inference tensors: torch does not count them.
+    torch does not count what fused optimizers change, which trainers use: a tensor that is trained has another value
+    after each step of any optimizer. It does not see other changes in place through `tensor.data`, nor those of
+    inference tensors.
     """
-    return id(tensor), tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
+    steps = _Steps.now() if tensor.requires_grad else 0
+    return id(tensor), tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version + steps
