@@ -38,6 +38,7 @@ __all__ = [
     "Product",
     "SequenceSlabs",
     "__version__",
+    "are_within",
     "blake3_digest",
     "blake3_digest_parts",
     "crc32c",

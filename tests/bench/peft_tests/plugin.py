@@ -1,8 +1,8 @@
 """A plugin of pytest for PEFT's tests: models are distributed ones, and each result is written down with its reason.
 
 It changes some of them. Tests of other models than the Llama are left out. LoRA's dropout is 0, since servers drop
-nothing out. The mask of the tests' own batch has its padding at the right, and not in the middle of a row, which is
-refused. Libraries that the tests import and do not use may be missing.
+nothing out. The mask of the tests' own batch has its padding at the left, or at the right behind a trained prompt, and not
+in the middle of a row, which is refused. Libraries that the tests import and do not use may be missing.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from peft import PromptLearningConfig
 from transformers import AutoModelForCausalLM, Trainer
 
 import llmnode
@@ -26,7 +27,7 @@ from bench.peft_tests.suite import LLAMA
 from llmnode.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 UNUSED = {"diffusers": ("StableDiffusionPipeline",), "datasets": ("load_dataset", "load_from_disk")}
 """Libraries that the tests import, and the names in them."""
@@ -42,6 +43,7 @@ REASONS: dict[str, str] = {
     r"servers drop nothing out": "dropout inside the blocks",
     r"would not run, since the layer is with the servers": "another adapter for each row, or other hooks on layers",
     r"is not a plain torch.nn.Linear": "a method other than LoRA inside the blocks, which are with the servers",
+    r"ends in padding": "a text that goes on behind padding",
     r"leave gaps": "a mask with gaps, or a prompt before padding at the left, which leaves some",
     r"the client's part of the model stays on the CPU": "a change of dtype or device of the client's part",
 }
@@ -85,9 +87,12 @@ def pytest_configure(config: pytest.Config) -> None:
     kind.from_pretrained = Served.from_pretrained
 
 
-def _inputs(_self: object) -> dict[str, torch.Tensor]:
-    """In the place of `prepare_inputs_for_testing`."""
-    return {"input_ids": torch.tensor([[1, 1, 1], [1, 2, 1]]), "attention_mask": torch.tensor([[1, 1, 1], [1, 1, 0]])}
+def _inputs(mask: list[int]) -> Callable[[object], dict[str, torch.Tensor]]:
+    """In the place of `prepare_inputs_for_testing`. `mask` is that of the second row."""
+    return lambda _tests: {
+        "input_ids": torch.tensor([[1, 1, 1], [1, 2, 1]]),
+        "attention_mask": torch.tensor([[1, 1, 1], mask]),
+    }
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -95,10 +100,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=others)
     items[:] = [each for each in items if each not in others]
     for each in items:
-        if (tests := getattr(each, "cls", None)) is not None:
-            tests.prepare_inputs_for_testing = _inputs
         if "lora_dropout" in (given := _params(each).get("config_kwargs", {})):
             given["lora_dropout"] = 0.0
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if (tests := getattr(item, "cls", None)) is not None:
+        has_prompt = issubclass(_params(item).get("config_cls", object), PromptLearningConfig)
+        tests.prepare_inputs_for_testing = _inputs([1, 1, 0] if has_prompt else [0, 1, 1])
 
 
 @pytest.hookimpl(hookwrapper=True)
