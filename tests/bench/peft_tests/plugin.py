@@ -1,8 +1,8 @@
 """A plugin of pytest for PEFT's tests: models are distributed ones, and each result is written down with its reason.
 
 It changes some of them. Tests of other models than the Llama are left out. LoRA's dropout is 0, since servers drop
-nothing out. The mask of the tests' own batch has its padding at the left, or at the right behind a trained prompt, and not
-in the middle of a row, which is refused. Libraries that the tests import and do not use may be missing.
+nothing out. The mask of the tests' own batch has its padding at the left, or at the right behind a trained prompt, and
+not in the middle of a row, which is refused. Libraries that the tests import and do not use may be missing.
 """
 
 from __future__ import annotations
