@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -104,7 +106,9 @@ def attacked(address: str) -> Iterator[None]:
     """Peers that open sessions again and again, leave frames unfinished, read nothing, and say nothing."""
     order = Order(["hog", "unfinished", "unread", "silent"], 16, [address], [(15, 30)], [])
     command = [sys.executable, "-P", "-m", "bench.hostile.attacks", order.packed()]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    folders = [Path(llmnode.__file__).parents[1], Path(__file__).parents[1]]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as process:
         try:
             assert process.stdout is not None and process.stdout.readline()
             yield

@@ -44,5 +44,7 @@ def test_client_holds_the_ends_and_no_block(folder: Any) -> None:
     assert ends.scoring.lm_head.layer is embedding, "tied embeddings are held once"
     assert embedding.codes.dtype == torch.int8, "as the file has them"
     parameters = [*ends.embedding.parameters(), *ends.scoring.parameters()]
-    held_bytes = sum({parameter.data_ptr(): parameter.nbytes for parameter in parameters}.values())
-    assert held_bytes == tensor_bytes(embedding) + tensor_bytes(ends.scoring.model.norm)
+    stores = [parameter.untyped_storage() for parameter in parameters]
+    held_bytes = sum({each.data_ptr(): each.nbytes() for each in stores}.values())
+    least_bytes = tensor_bytes(embedding) + tensor_bytes(ends.scoring.model.norm)
+    assert least_bytes <= held_bytes < least_bytes + 64, "a stand-in for the whole weight has next to nothing"

@@ -15,6 +15,7 @@ of heartbeats, in kB/s).
 from __future__ import annotations
 
 import logging
+import math
 import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -112,6 +113,7 @@ class Libp2pLink:
         self._heard_s = trio.current_time()
         self._wrote_since_heartbeat = False
         self._write_scope = trio.CancelScope(shield=True)
+        self._write_until_s = math.inf  # the end of the farewell, once the link ends
 
     @property
     def scope(self) -> Scope:
@@ -181,8 +183,8 @@ class Libp2pLink:
                 try:
                     await self._ended.wait()
                 finally:  # also if the whole node ends: the other side may read nothing
-                    until_s = trio.current_time() + self._policy.farewell_s
-                    self._write_scope.deadline = min(self._write_scope.deadline, until_s)
+                    self._write_until_s = trio.current_time() + self._policy.farewell_s
+                    self._write_scope.deadline = min(self._write_scope.deadline, self._write_until_s)
                 nursery.cancel_scope.cancel()
         finally:
             self._fail(PeerUnreachable("link closed"))
@@ -352,8 +354,8 @@ class Libp2pLink:
     async def _write_some(self, data: Buffer) -> bool:
         self._wrote_since_heartbeat = True
         self._unwritten = memoryview(b"")
-        timeout_s = self._policy.farewell_s if self.has_ended else self._policy.write_timeout_s
-        self._write_scope = trio.CancelScope(shield=True, deadline=trio.current_time() + timeout_s)
+        deadline_s = min(self._write_until_s, trio.current_time() + self._policy.write_timeout_s)
+        self._write_scope = trio.CancelScope(shield=True, deadline=deadline_s)
         try:
             with self._write_scope:
                 await self._stream.write(data)

@@ -48,8 +48,8 @@ class LetGo(PeerRefused):
 class Outdone(PeerError):
     """No peer has failed: a hop was left since it is slow, and others are believed to be much faster."""
 
-    def __init__(self, took_s: float) -> None:
-        super().__init__(f"takes {took_s:.1f} s for a step, which is much longer than it says")
+    def __init__(self, position_s: float) -> None:
+        super().__init__(f"takes {position_s:.1f} s for a position, which is much longer than it says")
 
 
 def wants_kv(failure: PeerError) -> bool:

@@ -106,18 +106,20 @@ class SessionHops:
         """
         checks = self.tools.spot_checks
         for hop in self.hops if checks is None or not checks.is_busy else ():
-            if hop.overtime.total_s >= self.terms.policy.standing.slow_total_s * 2**self._left:
+            if not hop.is_leased and hop.overtime.total_s >= self.terms.policy.standing.slow_total_s * 2**self._left:
                 await self._leave_if_others_are_faster(hop)
 
     async def _leave_if_others_are_faster(self, hop: SessionHop) -> None:
-        finder, took_s, left = self.tools.finder, hop.overtime.latest_s, self.terms.max_length - self.state.position
+        finder, position_s, position = self.tools.finder, hop.overtime.position_s, self.state.position
         hop.overtime.forget()
-        if finder is None or hop.word is None or left * took_s < self.state.position * hop.word.position_s:
+        left = self.terms.max_length - position
+        if finder is None or hop.word is None or left * position_s < position * hop.word.position_s:
             return  # the replay would take longer
-        await finder.note_slow(hop.hop.span)
-        if finder.is_outdone(hop.hop, took_s, {each.hop.peer for each in self.hops if each is not hop}):
+        await finder.note_slow(hop.hop.span, [hop.hop.peer])
+        beside = {each.hop.peer for each in self.hops if each is not hop}
+        if finder.is_outdone(hop.hop, position_s, self.terms.max_length, beside=beside, at_once=position):
             self._left += 1
-            raise hop.blame(Outdone(took_s))
+            raise hop.blame(Outdone(position_s))
 
     async def copy_from(self, source: SessionHops) -> None:
         """Be a copy of `source`, at its peers. A hop that does not make the copy is lost.

@@ -113,9 +113,9 @@ class PeerFinder:
         if isinstance(error, Convicted):
             self._suspicion.convict(error.peer, now_s)
         self._bans.report(error.peer, now_s)
+        self._trials.note_failed(error.peer)
         if is_new and not isinstance(error, PeerUnreachable):  # that may be our own network's fault
             self._standing.note_failed(error.peer, now_s)
-            self._trials.note_failed(error.peer)
             self._note_unkept(error.peer, now_s)
 
     def _note_unkept(self, peer: PeerId, now_s: float) -> None:
@@ -124,34 +124,35 @@ class PeerFinder:
             self._broken.note(group, now_s)
             self._try_others(now_s)
 
-    async def note_slow(self, span: Span) -> None:
-        """A peer is much slower than it says, perhaps busy. Others are tried, until some have computed `span`."""
+    async def note_slow(self, span: Span, slow: Collection[PeerId] = ()) -> None:
+        """Peers are much slower than they say, perhaps busy. Others are tried, until some have computed `span`."""
         now_s = trio.current_time()
         self._broken.note(None, now_s)
         self._try_others(now_s)
-        await self._wait_for_trials(span)
+        await self._wait_for_trials(span, slow)
 
     def _try_others(self, now_s: float) -> None:
         """Begin to try several servers that have not proved themselves: others may fail like the last one."""
         others = (each for each in self._candidates() if not self._is_banned(each))
         self._trials.begin([each for each in others if not self._standing.is_proven(each.peer, now_s)])
 
-    async def _wait_for_trials(self, span: Span) -> None:
+    async def _wait_for_trials(self, span: Span, avoid: Collection[PeerId] = ()) -> None:
         """If servers are being tried, until some that have computed, or proved themselves before, cover `span`."""
         if self._trials.is_running:
-            now_s = trio.current_time()
-            await self._trials.wait(span, [each.offer.span for each in self._usable() if self._has_served(each, now_s)])
+            now_s, others = trio.current_time(), [each for each in self._usable() if not self._is_banned(each)]
+            served = [each for each in others if each.peer not in avoid and self._has_served(each, now_s)]
+            await self._trials.wait(span, [each.offer.span for each in served], avoid)
 
     def words(self, route: Route) -> list[Word | None]:
         """The word that the peer of each hop is held to; None if no others could take its place."""
         return self._standing.words(route, self._usable(), self.policy.step_patience_s, trio.current_time())
 
-    def is_outdone(self, hop: Hop, took_s: float, beside: Collection[PeerId]) -> bool:
-        """Whether others that have computed for us lately take a small part of `took_s` for a position of the hop."""
-        now_s, living = trio.current_time(), {each.peer for each in self.pool.living()} - {hop.peer}
-        served = [each for each in self._candidates() if each.peer in living and not self._is_banned(each)]
-        usable = [each for each in served if self._has_served(each, now_s)]
-        costs = self._costs(usable, beside=beside)
+    def is_outdone(self, hop: Hop, took_s: float, length: int, *, beside: Collection[PeerId], at_once: int) -> bool:
+        """Whether others that have computed lately, and have KV for this `length`, take a small part of `took_s`."""
+        living = {each.peer for each in self.pool.living()} - {hop.peer}
+        served = [each for each in self._candidates(length) if each.peer in living and not self._is_banned(each)]
+        usable = [each for each in served if self._has_served(each, trio.current_time())]
+        costs = self._costs(usable, length, beside=beside, at_once=at_once)
         try:
             others = find_detour(hop.span, _held(usable), costs, self._ways(usable))
         except NoRoute:
@@ -195,7 +196,7 @@ class PeerFinder:
         are not at the peers `beside`, which have other hops of the session. Raises NoRoute, or the PeerError of a peer
         that could not be reached.
         """
-        await self._wait_for_trials(span)
+        await self._wait_for_trials(span, avoid)
         usable = [
             each
             for each in self._candidates(positions)

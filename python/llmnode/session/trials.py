@@ -26,7 +26,7 @@ from llmnode.wire.session_state import SessionState
 from llmnode.wire.session_terms import SessionTerms
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from llmnode.core.announcement import Announcement
     from llmnode.core.ids import PeerId
@@ -83,15 +83,22 @@ class Trials:
         firsts = {announced_group(each.addresses[0]): each for each in reversed(fresh)}
         chosen = {each.peer for each in firsts.values()}
         ordered = [*reversed(firsts.values()), *(each for each in fresh if each.peer not in chosen)]
-        self._waiting = ordered[: self._policy.most]
-        if self._waiting and not self.is_running:
+        if ordered and not self.is_running:  # what fails meanwhile begins no others, or hostile servers could go on so
+            self._waiting = ordered[: self._policy.most]
             self.is_running = True
             self._reaching.start_soon(self._run)
 
-    async def wait(self, span: Span, proven: Sequence[Span]) -> None:
-        """While servers are tried, until those that have computed cover `span`, together with the `proven` ones."""
-        while self.is_running and not covers([*proven, *self._computed.values()], span):
-            await self._changed.wait()
+    async def wait(self, span: Span, proven: Sequence[Span], avoid: Collection[PeerId]) -> None:
+        """While servers are tried, until those that have computed cover `span`, together with the `proven` ones.
+
+        Those to `avoid` do not count. It ends after the moments in which as many as `TrialPolicy.most` are tried.
+        """
+        with trio.move_on_after(self._policy.moment_s * self._policy.most / self._policy.at_once):
+            while self.is_running:
+                computed = (each for peer, each in self._computed.items() if peer not in avoid)
+                if covers([*proven, *computed], span):
+                    return
+                await self._changed.wait()
 
     async def _run(self) -> None:
         """Try some at once, and after a moment some more, until a whole route has computed."""
@@ -120,9 +127,12 @@ class Trials:
                 connection = await self._reaching.reach(announcement, keeps=False)
                 try:
                     await self._judge(announcement, connection)
+                    running.discard(peer)
+                    self._note_change()
+                    if peer in self._computed:  # it may be used soon
+                        await trio.sleep(self._policy.keeps_s)
                 finally:
-                    if peer not in self._computed:  # else it may be used soon
-                        await self._reaching.release(connection)
+                    await self._reaching.release(connection)
         finally:
             running.discard(peer)
             self._note_change()

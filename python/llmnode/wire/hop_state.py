@@ -269,7 +269,8 @@ class HopState:
         if expected_s is None:
             if word is None:
                 return policy.step_timeout_s
-            patience_s, expected_s = word.patience_s, word.position_s * positions
+            way_s = self._form.bytes_of(positions) / policy.standing.first_bytes_per_s
+            patience_s, expected_s = word.patience_s + way_s, word.position_s * positions
         return min(policy.step_timeout_s, patience_s + policy.step_patience_times * expected_s)
 
     def note_took(self, positions: int, took_s: float) -> None:

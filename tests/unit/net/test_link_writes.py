@@ -17,7 +17,7 @@ from llmnode.wire.frame import Frame, FrameType
 from unit.in_trio import in_trio
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
 LISTEN = "/ip4/127.0.0.1/tcp/0"
 SESSION = SessionId(b"s" * SESSION_ID_BYTES)
@@ -97,22 +97,27 @@ async def test_a_frame_that_no_link_may_carry_fails_its_sender_alone() -> None:
                 assert same([await other.receive()], [given])
 
 
+async def never(_data: object) -> None:
+    await trio.sleep_forever()
+
+
+async def slowly(_data: object) -> None:
+    await trio.sleep(0.2)
+
+
+@pytest.mark.parametrize("takes", [never, slowly])
 @in_trio
-async def test_a_node_ends_soon_though_the_other_side_takes_nothing() -> None:
+async def test_a_node_ends_soon_whatever_the_other_side(takes: Callable[[object], Awaitable[None]]) -> None:
     policy = LinkPolicy()
     async with open_network([LISTEN], policy) as far, AsyncExitStack() as stack:
         near = await stack.enter_async_context(open_network([], policy))
         link = await near.dial(far.addresses[0])
         async with far.accept():
             await trio.testing.wait_all_tasks_blocked(0.01)
-            link._stream.write = never  # type: ignore[method-assign]
+            link._stream.write = takes  # type: ignore[method-assign]
             link._stream.write_at_once = lambda _data: 0  # type: ignore[method-assign]
-            await link.send(*frames(2 * AT_ONCE_BYTES))
+            await link.send(*frames(2 << 20))
             await trio.testing.wait_all_tasks_blocked(0.01)
             began_s = trio.current_time()
             await stack.aclose()
-            assert trio.current_time() - began_s < policy.write_timeout_s / 2
-
-
-async def never(_data: object) -> None:
-    await trio.sleep_forever()
+            assert trio.current_time() - began_s < policy.farewell_s + 0.5

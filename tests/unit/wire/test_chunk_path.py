@@ -10,6 +10,7 @@ import pytest
 from llmnode._native import blake3_digest
 from llmnode.core.ids import Epoch, PeerId, SessionId, Step
 from llmnode.core.model import ModelInfo
+from llmnode.core.peers.peer_speed import Word
 from llmnode.core.policy import ClientPolicy
 from llmnode.core.route import Hop
 from llmnode.core.span import Span
@@ -111,3 +112,12 @@ def test_a_late_hop_that_was_given_the_same_again_is_well() -> None:
         way(hops, answers)
     assert [replace(each.timing, elapsed_us=0).direct for each in end.value.value.outputs] == [False, False]
     assert first.pushing.receiver is None
+
+
+def test_the_first_step_has_the_time_of_its_word_and_of_its_way() -> None:
+    first, policy = hop(0), TERMS.policy
+    first.word = Word(position_s=0.001, patience_s=8.0)
+    for positions in (1, 1000):
+        way_s = 4 * positions / policy.standing.first_bytes_per_s
+        assert first.timeout_s(positions) == pytest.approx(8.0 + way_s + 0.001 * positions * policy.step_patience_times)
+    assert first.timeout_s(10**7) == policy.step_timeout_s

@@ -49,8 +49,8 @@ class Overtime:
     def __init__(self, policy: StandingPolicy) -> None:
         self._policy = policy
         self.total_s = 0.0
-        self.latest_s = 0.0
-        """The latest of these steps."""
+        self.position_s = 0.0
+        """The time for a position of the latest of these steps."""
 
     def note(self, word: Word, positions: int, took_s: float) -> None:
         """A step of this number of positions took this long."""
@@ -60,8 +60,8 @@ class Overtime:
         if took_s <= self._policy.slow_step_s + self._policy.believed_times * said_s:
             self.total_s /= 2
         else:
-            self.total_s += took_s - said_s
-            self.latest_s = took_s
+            self.total_s += min(took_s - said_s, self._policy.slow_total_s / 2)  # one may be our own stall
+            self.position_s = took_s / positions
 
     def forget(self) -> None:
         """Begin anew."""

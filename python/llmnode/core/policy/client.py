@@ -44,6 +44,8 @@ class StandingPolicy:
     """A peer that has not proved itself may take this long for the first step of a session, and a multiple of what it
     says (`ClientPolicy.step_patience_times`). The time doubles with each failure. It is not limited by this if no
     other peer has the blocks."""
+    first_bytes_per_s: float = 250_000
+    """Beside that, its hidden states have the time that they take at this rate: a slow uplink, with others on it."""
     slow_step_s: float = 0.5
     """A step is slow if it takes this much more than `believed_times` what the peer says: the way may be long."""
     slow_total_s: float = 4.0
