@@ -61,6 +61,11 @@ def wants_kv(failure: PeerError) -> bool:
     return failure.code in {RefusalCode.NO_ROOM, RefusalCode.UNKNOWN_SESSION}
 
 
+def waits_for_kv(lost: PeerError) -> bool:
+    """Whether the search for another peer waits for KV: the session has lost its own, and no peer has failed."""
+    return wants_kv(lost) or isinstance(lost, Outdone)
+
+
 @dataclass(frozen=True, slots=True)
 class Recovery:
     """A peer was lost, and others took its place."""
