@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from bench.kit.exact import Reference
     from llmnode.models.sources.folder import ModelFolder
 
+gc.set_threshold(20_000, 20, 100)  # rarely: a tenth less CPU time
+
 # A shell has what it starts in the background ignore Ctrl-C, and so would the processes that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -23,13 +25,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("daily"):
                 item.add_marker(pytest.mark.skip(reason="for the daily run: LLMNODE_SEEDS_TIMES is not set"))
-
-
-def pytest_collection_finish() -> None:
-    """Collect garbage more rarely, and never look at what imports have made: a tenth less CPU time."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(20_000, 20, 100)
 
 
 @pytest.fixture(scope="session")
