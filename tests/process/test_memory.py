@@ -43,6 +43,7 @@ def test_client_holds_the_ends_and_no_block(folder: Any) -> None:
     embedding = ends.embedding.embed_tokens.layer
     assert ends.scoring.lm_head.layer is embedding, "tied embeddings are held once"
     assert embedding.codes.dtype == torch.int8, "as the file has them"
+    assert ends.fused.score.__self__._head.__self__ is ends.scoring.lm_head, "no copy of its weight in fp32"
     parameters = [*ends.embedding.parameters(), *ends.scoring.parameters()]
     stores = [parameter.untyped_storage() for parameter in parameters]
     held_bytes = sum({each.data_ptr(): each.nbytes() for each in stores}.values())

@@ -106,7 +106,8 @@ class FusedEnds:
 
 
 def _product(module: torch.nn.Module) -> Mapped:
-    if isinstance(module, torch.nn.Linear) and "forward" not in vars(module):  # else it is by `matmul_choice.py`
+    # Others have a forward of their own: a kind in few bits, or what `matmul_choice.py` has set.
+    if type(module) is torch.nn.Linear and "forward" not in vars(module):
         return partial(linear, weight=module.weight, bias=module.bias)
     return module.forward
 
