@@ -13,6 +13,7 @@ from llmnode.client.distributed import Connection
 from llmnode.client.portal import open_portal
 from llmnode.core.model import AUTO
 from llmnode.core.policy import ClientPolicy, RelayedPolicy, SpotCheckPolicy
+from llmnode.errors import ConfigError
 from llmnode.models.open_model import open_model
 from llmnode.models.peft_folder import downloaded
 from llmnode.net.invite import Invite, is_invite
@@ -126,6 +127,8 @@ def model_and_way_in(
     name: str | None, peers: str | Sequence[str] | Invite, swarm_key: str | Path | None
 ) -> tuple[str | None, Invite]:
     """`name` is a model's, or an invite. Raises ConfigError."""
+    if not isinstance(name, str | None):
+        raise ConfigError(f"{name!r} is no name of a model: write peers=..., if these are the peers")
     invite, name = (name, None) if is_invite(name) else (None, name)
     way_in = entry(peers, swarm_key, invite)
     return name or way_in.hub_model, way_in

@@ -122,3 +122,6 @@ def test_one_address_may_stand_for_the_peers() -> None:
     assert entry(PRIVATE) == entry((), PRIVATE) == entry(Invite((PEER,), KEY, "org/name"))
     with pytest.raises(ConfigError, match="'nonsense' is not the address of a peer"):
         llmnode.connect(peers="nonsense")
+    for peers in ([], [PEER]):  # which would be those of `aconnect`: nobody else is looked for
+        with pytest.raises(ConfigError, match="write peers="):
+            llmnode.connect(peers)  # type: ignore[arg-type]  # that is the point
