@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -19,6 +19,7 @@ from libp2p.identity.identify_push.identify_push import ID_PUSH
 from libp2p.utils.varint import encode_uvarint
 from multiaddr import Multiaddr
 
+from bench.hostile.servers import answer_links
 from llmnode import _native
 from llmnode.client.connect import ClientParts, aconnect
 from llmnode.client.ends import SharedEnds
@@ -27,13 +28,13 @@ from llmnode.core.announcement import Announcement, Offer, PeerState
 from llmnode.core.ids import PeerId
 from llmnode.core.policy import ClientPolicy, RoutePolicy, StandingPolicy, SwarmPolicy
 from llmnode.core.span import Span
-from llmnode.errors import PeerError, PeerUnreachable
+from llmnode.errors import PeerUnreachable
 from llmnode.models.load import load_ends
 from llmnode.net.addresses import LISTEN_ANY_LOOPBACK, parse_peer
 from llmnode.swarm.membership import wall_clock_ms
 from llmnode.wire.announcement import pack_news, pack_sequences, sign_announcement, unpack_news
 from llmnode.wire.frame import Frame, FrameType
-from llmnode.wire.messages import Clock, Opened, Result, pack
+from llmnode.wire.messages import Clock, Result, pack
 from llmnode.wire.refusal import refusal_of
 from process.small_server import expected_tokens
 from process.strangers import ANSWER_S, KV_TOKENS, Served, answer, identity, stranger
@@ -134,31 +135,8 @@ LIES: dict[str, Callable[[Frame], Frame]] = {
 @asynccontextmanager
 async def liar(served: Served, host: str, lie: Callable[[Frame], Frame | None]) -> AsyncIterator[PeerId]:
     """A server that says that it is the fastest, takes every session, and answers steps as `lie` says, if at all."""
-
-    async def serve(network: Any, task_status: trio.TaskStatus[None]) -> None:
-        with suppress(PeerError):
-            async with network.accept() as link:
-                task_status.started()
-                while True:
-                    frame = await link.receive()
-                    header = frame.session, frame.epoch, frame.step
-                    match frame.type:
-                        case FrameType.OPEN:
-                            await link.send(Frame(FrameType.OPENED, *header, meta=pack(Opened(bytes(16)))))
-                        case FrameType.NEIGHBOURS:
-                            await link.send(Frame(FrameType.FORWARDED, *header))
-                        case FrameType.TRUNCATE:
-                            await link.send(Frame(FrameType.TRUNCATED, *header))
-                        case FrameType.STEP if (said := lie(frame)) is not None:
-                            await link.send(said)
-
-    async def serve_all(network: Any) -> None:
-        async with trio.open_nursery() as links:
-            while True:
-                await links.start(serve, network)
-
     async with stranger(served, host, [f"/ip4/{host}/tcp/0"]) as network, trio.open_nursery() as nursery:
-        nursery.start_soon(serve_all, network)
+        nursery.start_soon(answer_links, network, lie)
         link = await network.dial(served.address)
         await link.send(served.news((network.peer, network.addresses[0], network.sign)))
         while network.peer not in await peers_known(link):

@@ -354,8 +354,8 @@ class Libp2pLink:
     async def _write_some(self, data: Buffer) -> bool:
         self._wrote_since_heartbeat = True
         self._unwritten = memoryview(b"")
-        deadline_s = min(self._write_until_s, trio.current_time() + self._policy.write_timeout_s)
-        self._write_scope = trio.CancelScope(shield=True, deadline=deadline_s)
+        until_s = min(self._write_until_s, trio.current_time() + self._policy.write_timeout_s)
+        self._write_scope = trio.CancelScope(shield=True, deadline=until_s)
         try:
             with self._write_scope:
                 await self._stream.write(data)

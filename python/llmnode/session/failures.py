@@ -61,8 +61,8 @@ def wants_kv(failure: PeerError) -> bool:
     return failure.code in {RefusalCode.NO_ROOM, RefusalCode.UNKNOWN_SESSION}
 
 
-def waits_for_kv(lost: PeerError) -> bool:
-    """Whether the search for another peer waits for KV: the session has lost its own, and no peer has failed."""
+def has_lost_kv(lost: PeerError) -> bool:
+    """Whether no peer failed, and the session has lost its KV: the search for another one then waits for KV."""
     return wants_kv(lost) or isinstance(lost, Outdone)
 
 

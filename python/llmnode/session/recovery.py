@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from llmnode.errors import IntegrityError, NoRoute, PeerError, SessionLost
-from llmnode.session.failures import LetGo, Recovery, waits_for_kv
+from llmnode.session.failures import LetGo, Recovery, has_lost_kv
 from llmnode.session.hops import signed_receipt
 from llmnode.wire.chunk_path import HopsDisagree
 
@@ -81,7 +81,7 @@ class Recoverer:
         before = self._state.before(lost)
         assert lost.failure is not None
         if not (isinstance(lost.failure, LetGo) and failures.searches):  # else the search goes on
-            failures.begin_search(began_s, policy.recovery.kv_patience_s if waits_for_kv(lost.failure) else 0.0)
+            failures.begin_search(began_s, policy.recovery.kv_patience_s if has_lost_kv(lost.failure) else 0.0)
         lost.inputs.truncate(self._state.position)
         failures.note_lost(lost.failure, finder)
         await hops.abandon([lost])  # if it lives it may be asked to take its own place, and has no KV for both

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 import trio
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from llmnode.core.announcement import SignedBody
     from llmnode.core.span import Span
     from llmnode.net.link import Libp2pLink
+    from llmnode.ports import Network
 
 SLOW_S = 3.0
 
@@ -78,6 +79,14 @@ async def _serve(attacker: Attacker, answer: Callable[[Frame], Frame | None], af
             await link.send(news([signed]))
             await trio.sleep(10)
 
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(attacker.at_each, tell)
+        await answer_links(network, answer, after_s)
+
+
+async def answer_links(network: Network, answer: Callable[[Frame], Frame | None], after_s: float = 0.0) -> NoReturn:
+    """Take each link and each session, and answer steps as `answer` says, if at all, `after_s` after they came."""
+
     async def serve_next(task_status: trio.TaskStatus[None]) -> None:
         with suppress(LlmnodeError), single_error():
             async with network.accept() as link:
@@ -98,7 +107,6 @@ async def _serve(attacker: Attacker, answer: Callable[[Frame], Frame | None], af
                                 await link.send(said)
 
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(attacker.at_each, tell)
         while True:
             await nursery.start(serve_next)
 

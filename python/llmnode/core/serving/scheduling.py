@@ -232,8 +232,7 @@ class Scheduler:
         in_blocks = 0  # decodes, each counted for every block that it has gone through
         for ticket, computed in batch.slices.items():
             queued = self._forwards[ticket]
-            way = computed.blocks(queued.span)
-            blocks = len(way)
+            blocks = len(way := computed.blocks(queued.span))
             if computed.end is None:
                 queued.given, queued.chunk, queued.passed = queued.given + computed.length, 0, 0
             else:

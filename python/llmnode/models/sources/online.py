@@ -118,7 +118,7 @@ def explain(error: BaseException, model: str) -> LlmnodeError:
             return _explain_disk(error, model)
     return ConfigError(
         f"cannot reach {constants.ENDPOINT} for {model} ({_short(error)}): check the network and run again, "
-        "or name a folder that holds the model"
+        "or name a folder that holds it"
     )
 
 
