@@ -22,10 +22,10 @@ from llmnode.client.batch import Past, check_ends_real, check_labels, kept_colum
 from llmnode.client.cache import SessionCache
 from llmnode.client.cache_terms import CacheTerms
 from llmnode.client.changes import state_of
-from llmnode.client.contract import take_attributes
 from llmnode.client.decoder import check_cacheless
 from llmnode.client.distributed import Distributed
 from llmnode.client.ends import SharedEnds
+from llmnode.client.family_attributes import take_attributes
 from llmnode.client.forward import (
     OF_LOSS,
     are_last_normed,
