@@ -44,8 +44,8 @@ def test_client_holds_the_ends_and_no_block(folder: Any) -> None:
     assert ends.scoring.lm_head.layer is embedding, "tied embeddings are held once"
     assert embedding.codes.dtype == torch.int8, "as the file has them"
     assert ends.fused.score.__self__._head.__self__ is ends.scoring.lm_head, "no copy of its weight in fp32"
-    parameters = [*ends.embedding.parameters(), *ends.scoring.parameters()]
-    stores = [parameter.untyped_storage() for parameter in parameters]
+    parts = ends.embedding, ends.scoring
+    stores = [each.untyped_storage() for part in parts for each in (*part.parameters(), *part.buffers())]
     held_bytes = sum({each.data_ptr(): each.nbytes() for each in stores}.values())
     least_bytes = tensor_bytes(embedding) + tensor_bytes(ends.scoring.model.norm)
-    assert least_bytes <= held_bytes < least_bytes + 64, "a stand-in for the whole weight has next to nothing"
+    assert least_bytes <= held_bytes < least_bytes + 1024, "a stand-in for the whole weight has next to nothing"

@@ -19,13 +19,14 @@ from llmnode.models.load import found_block_bytes, load_ends, load_span, tensor_
 from llmnode.models.native import MOST_POSITIONS
 from llmnode.models.packed_ends import NarrowEmbedding, NarrowHead
 from llmnode.models.size import measure_size
-from llmnode.models.weights.packed_linear import HALVES, HalfLinear, Q4Linear, Q8Linear
+from llmnode.models.weights.packed_linear import HALVES, HalfLinear, Q4Linear, Q8Linear, found_narrow
 from reference.small import BLOCKS, HIDDEN_SIZE, VOCABULARY, Cut, cut, make_model, open_saved, session
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from llmnode.models.sources.folder import ModelFolder
+    from llmnode.models.weights.packed_linear import Narrow
 
 pytestmark = pytest.mark.reference
 
@@ -63,7 +64,8 @@ def rounded_to_4_bits(model: Any, *, centred: bool) -> Any:  # Any: transformers
 
 
 def widths(model: Cut) -> set[torch.dtype]:
-    return {each.dtype for each in model.executors[0].model.parameters() if each.ndim > 1}
+    span = model.executors[0].model
+    return {each.dtype for each in (*span.parameters(), *span.buffers()) if each.ndim > 1}
 
 
 @pytest.mark.parametrize("half", HALVES.values(), ids=HALVES)
@@ -211,6 +213,19 @@ def test_ends_are_copied_as_any_module() -> None:
     expected = head(hidden)
     for copied in (copy.deepcopy(head), pickle.loads(pickle.dumps(head))):
         assert torch.equal(copied(hidden), expected)
+
+
+@pytest.mark.parametrize("kind", [HalfLinear, Q4Linear, Q8Linear])
+def test_gradients_of_everything_are_those_of_weights_and_not_of_codes(kind: type[Narrow]) -> None:
+    plain = torch.nn.Linear(64, 50, bias=False)
+    whole_numbers = torch.arange(3200.0).view(50, 64)
+    plain.weight.data = rounded_to_8_bits(whole_numbers) if kind is Q8Linear else whole_numbers % 16
+    layer = HalfLinear(plain.weight.bfloat16(), None) if kind is HalfLinear else found_narrow(plain)
+    assert type(layer) is kind
+    model = torch.nn.ModuleDict({"tokens": NarrowEmbedding(layer), "head": NarrowHead(layer)}).requires_grad_(True)
+    model["head"](model["tokens"](torch.tensor([1, 49]))).square().sum().backward()
+    ((name, weight),) = model.named_parameters()
+    assert name == "tokens.weight" and weight.grad is not None
 
 
 @pytest.mark.parametrize("is_copied", [False, True])

@@ -35,7 +35,7 @@ from llmnode.models.packed_ends import keep_ends_narrow
 from llmnode.models.sources.missing import check_complete
 from llmnode.models.text.vocabulary import check_tokens
 from llmnode.models.weights.matmul_choice import use_fastest
-from llmnode.models.weights.packed_linear import found_narrow, keep_narrow
+from llmnode.models.weights.packed_linear import Narrow, found_narrow, keep_narrow
 from llmnode.models.weights.quantized import check_quantizable, has_experts, quantize_block
 from llmnode.models.weights.quantized_cache import KeptBlocks
 from llmnode.models.weights.read_block import block_dtypes, read_block, read_parameters
@@ -366,8 +366,11 @@ def cut_ends(
 
 
 def tensor_bytes(module: torch.nn.Module) -> int:
+    """The memory of the parameters of `module`, and of its weights in fewer bits, which are buffers."""
+    packed = (each for part in module.modules() if isinstance(part, Narrow) for each in part.buffers(recurse=False))
     # A stand-in for a weight in fewer bits (`packed_ends.py`) has no numbers.
-    return sum(each.nbytes for each in module.parameters() if each.untyped_storage().nbytes() >= each.nbytes)
+    plain = (each for each in module.parameters() if each.untyped_storage().nbytes() >= each.nbytes)
+    return sum(each.nbytes for each in (*plain, *packed))
 
 
 def _of_blocks(model: Any, family: Family, span: Span) -> set[str]:

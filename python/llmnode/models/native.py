@@ -114,10 +114,9 @@ def _is_known(block: Any) -> bool:  # Any: a module has the attributes of its bl
     linears = [block.get_submodule(name) for name in _LAYERS]
     kinds = (torch.nn.Linear, HalfLinear, Q4Linear, Q8Linear, Int8Linear)
     are_linear = all(type(each) in kinds for each in linears)
-    narrow = {each.weight for each in linears if isinstance(each, (HalfLinear, Int8Linear))}
-    narrow |= {each.codes for each in linears if isinstance(each, (Q4Linear, Q8Linear))}
+    narrow = {each.weight for each in linears if isinstance(each, Int8Linear)}
     are_floats = all(each.dtype == torch.float32 for each in block.parameters() if each not in narrow)
-    on_cpu = all(each.device.type == "cpu" for each in block.parameters())
+    on_cpu = all(each.device.type == "cpu" for each in (*block.parameters(), *block.buffers()))
     return are_linear and are_floats and on_cpu and block.mlp.act_fn is ACTIVATIONS["silu"]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -65,12 +65,6 @@ class _NarrowWeight(torch.nn.Module):
         weight: Any = self._parameters["weight"]  # Any: likewise
         if not _is_wide(weight):
             weight.data = self.layer.rows(torch.arange(self.layer.outputs))
-
-    def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Only the weight, and what else transformers has, can be trained."""
-        for name, each in self.named_parameters():
-            each.requires_grad_(requires_grad and not (name.startswith("layer.") and name != "layer.bias"))
-        return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -2,7 +2,8 @@
 
 Weights that files have in bf16 or fp16 stay so. Weights that were widened from GGUF's Q4_1, Q4_0 or Q8_0 are recognized
 as 4 or 8 bits again. Products do not change, and memory is a half or a fifth. A decode, whose time is that of reading
-its weights, takes less (in Rust, see `native.py`). Many rows take longer, by the widening.
+its weights, takes less (in Rust, see `native.py`). Many rows take longer, by the widening. They are buffers, and no
+parameters: such weights cannot be trained.
 """
 
 from __future__ import annotations
@@ -34,10 +35,12 @@ _kept = threading.local()
 class HalfLinear(torch.nn.Module):
     """Weights of 16 bits, all else of 32: products for many rows."""
 
+    weight: torch.Tensor
+
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         """`weight` is (outputs, inputs), of one of `HALVES`; `bias` (outputs) of fp32."""
         super().__init__()
-        self.weight = _fixed(weight)
+        self.register_buffer("weight", weight.detach())
         self.bias = bias
         self.outputs, self.inputs = weight.shape
 
@@ -52,10 +55,14 @@ class HalfLinear(torch.nn.Module):
 class Q4Linear(torch.nn.Module):
     """Weights of 4 bits, each one of 16 levels of its group, all else of fp32: products for many rows."""
 
+    codes: torch.Tensor
+    levels: torch.Tensor
+
     def __init__(self, codes: torch.Tensor, levels: torch.Tensor, bias: torch.Tensor | None) -> None:
         """`codes` are (outputs, inputs / 2) of bytes, `levels` (outputs, inputs / 32, 2): `_native.pack_q4`'s."""
         super().__init__()
-        self.codes, self.levels = _fixed(codes), _fixed(levels)
+        self.register_buffer("codes", codes)
+        self.register_buffer("levels", levels)
         self.bias = bias
         self.outputs, self.inputs = len(codes), 2 * codes.shape[1]
 
@@ -89,10 +96,14 @@ class Q4Linear(torch.nn.Module):
 class Q8Linear(torch.nn.Module):
     """Weights of 8 bits, each a multiple of the step of its group, all else of fp32: products for many rows."""
 
+    codes: torch.Tensor
+    steps: torch.Tensor
+
     def __init__(self, codes: torch.Tensor, steps: torch.Tensor, bias: torch.Tensor | None) -> None:
         """`codes` are (outputs, inputs) of int8, `steps` (outputs, inputs / 32): `_native.pack_q8`'s."""
         super().__init__()
-        self.codes, self.steps = _fixed(codes), _fixed(steps)
+        self.register_buffer("codes", codes)
+        self.register_buffer("steps", steps)
         self.bias = bias
         self.outputs, self.inputs = codes.shape
 
@@ -164,7 +175,3 @@ def _scratch(*shape: int) -> torch.Tensor:
         with torch.inference_mode(mode=False):  # or it could not be written to outside
             floats = _kept.floats = torch.empty(math.prod(shape))
     return floats[: math.prod(shape)].view(shape)
-
-
-def _fixed(tensor: torch.Tensor) -> torch.nn.Parameter:
-    return torch.nn.Parameter(tensor.detach(), requires_grad=False)
