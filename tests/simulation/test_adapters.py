@@ -102,6 +102,26 @@ async def test_a_server_gets_the_parts_of_its_blocks_alone_and_each_once() -> No
 
 
 @simulated
+async def test_a_new_adapter_costs_two_round_trips_on_a_route_of_three_servers() -> None:
+    delay_s = 0.3
+    async with world(conditions=Conditions(delay_s=delay_s)) as swarm:
+        for index, span in enumerate(SPANS):
+            await swarm.start(f"server{index}", span)
+        async with swarm.client() as (router, _):
+            client, rng = SwarmPasses(router.finder, Codec.RAW), random.Random(9)
+
+            async def time_with(adapter: Adapter) -> float:
+                since_s = trio.current_time()
+                await client.outputs(ALL_BLOCKS, [5], exact_input(rng, 5), adapter)
+                return trio.current_time() - since_s
+
+            await time_with(drawn_adapter(rng))
+            new = drawn_adapter(rng)
+            first_s = await time_with(new)
+            assert first_s - await time_with(new) == pytest.approx(2 * 2 * delay_s, rel=0.2)
+
+
+@simulated
 async def test_an_adapter_that_nothing_uses_is_dropped_and_brought_again_when_it_is_wanted() -> None:
     async with open_world(serve_policy=BRIEF) as swarm:
         for index, span in enumerate(SPANS):

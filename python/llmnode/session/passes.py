@@ -29,6 +29,7 @@ from llmnode.errors import (
     RemoteProtocolError,
     single_error,
 )
+from llmnode.session.ahead import bring_ahead
 from llmnode.session.pass_checks import PassAnswer, PassChecks
 from llmnode.session.pass_tries import PassTries
 from llmnode.wire import deep_prompts
@@ -167,7 +168,12 @@ class SwarmPasses:
             found[number] = output, Crossed(batch, tuple(borders))
 
         firsts = [*accumulate(map(len, groups), initial=0)]
-        await self._all([partial(cross, number, firsts[number]) for number in range(len(groups))])
+        with single_error():
+            async with trio.open_nursery() as beside:
+                if adapter is not None:
+                    beside.start_soon(bring_ahead, self._finder, adapter, span)
+                await self._all([partial(cross, number, firsts[number]) for number in range(len(groups))])
+                beside.cancel_scope.cancel()
         done = [each for each in found if each is not None]
         return b"".join(output for output, _ in done), [crossed for _, crossed in done]
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, TypeVar
 
 import trio
 
-from llmnode.errors import PeerRefused, PeerTimeout, RemoteProtocolError
+from llmnode.errors import PeerRefused, PeerTimeout, RemoteProtocolError, single_error
 from llmnode.wire.adapter_messages import AdapterPart, AdapterUse
 from llmnode.wire.frame import FrameType
 from llmnode.wire.messages import RefusalCode, pack
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Sequence
 
     from llmnode.core.ids import PeerId
     from llmnode.core.span import Span
@@ -28,6 +28,8 @@ T = TypeVar("T")
 
 MOST_REMEMBERED = 16
 """The most adapters. About others the server is asked again, which costs a round trip."""
+PARTS_AT_ONCE = 3
+"""Parts that are on their way to a server. It takes 4 over one link, and counts one until its answer is sent."""
 TRIES = 3
 """A server whose memory is short may drop an adapter before we use it."""
 BYTES_PER_S = 1 << 16
@@ -50,16 +52,10 @@ class BroughtAdapters:
     async def using(self, adapter: Adapter, span: Span, timeout_s: float, ask: Callable[[], Awaitable[T]]) -> T:
         """Have the server hold the parts of `adapter` in the blocks of `span`, and then `ask` for something.
 
-        It is brought again if the server refuses since it has dropped it. All of it is to be there within `timeout_s`
-        and the time that its bytes take at `BYTES_PER_S`. Raises the errors of `ask`, and PeerError.
+        It is brought again if the server refuses since it has dropped it. Raises the errors of `ask` and `bring`.
         """
-        size_bytes = sum(len(adapter.parts[each.block]) for each in adapter.manifest.within(span))
-        most_s = timeout_s + size_bytes / BYTES_PER_S
         for tries_left in reversed(range(TRIES)):
-            with trio.move_on_after(most_s) as patience:
-                await self._bring(adapter, span, most_s)
-            if patience.cancelled_caught:
-                raise PeerTimeout(f"did not take the adapter in {most_s:g} s", peer=self._peer)
+            await self.bring(adapter, span, timeout_s)
             try:
                 return await ask()
             except PeerRefused as refusal:
@@ -68,6 +64,18 @@ class BroughtAdapters:
                 self._brought.pop(adapter.digest, None)
         raise AssertionError("the last try returns or raises")
 
+    async def bring(self, adapter: Adapter, span: Span, timeout_s: float) -> None:
+        """Have the server hold the parts of `adapter` in the blocks of `span`.
+
+        All of it is to be there within `timeout_s` and the time that its bytes take at `BYTES_PER_S`. Raises PeerError.
+        """
+        size_bytes = sum(len(adapter.parts[each.block]) for each in adapter.manifest.within(span))
+        most_s = timeout_s + size_bytes / BYTES_PER_S
+        with trio.move_on_after(most_s) as patience:
+            await self._bring(adapter, span, most_s)
+        if patience.cancelled_caught:
+            raise PeerTimeout(f"did not take the adapter in {most_s:g} s", peer=self._peer)
+
     async def _bring(self, adapter: Adapter, span: Span, timeout_s: float) -> None:
         wanted = {each.block for each in adapter.manifest.within(span)}
         async with self._one_by_one:
@@ -75,15 +83,38 @@ class BroughtAdapters:
             self._brought.move_to_end(adapter.digest)
             if wanted and wanted <= brought:
                 return
-            for block in await self._lacking(adapter, span, timeout_s):
-                if block not in wanted:
-                    raise RemoteProtocolError(f"lacks block {block}, which {span} has no part for").blame(self._peer)
-                meta = pack(AdapterPart(adapter.digest, block))
-                part = adapter.parts[block]
-                await self._ask(FrameType.PART, FrameType.HELD, timeout_s, meta, part)
+            lacking = await self._lacking(adapter, span, timeout_s)
+            if others := set(lacking) - wanted:
+                what = f"lacks block {min(others)}, which {span} has no part for"
+                raise RemoteProtocolError(what).blame(self._peer)
+            await self._send(adapter, lacking, timeout_s)
             brought |= wanted
             while len(self._brought) > MOST_REMEMBERED:
                 self._brought.popitem(last=False)
+
+    async def _send(self, adapter: Adapter, blocks: Sequence[int], timeout_s: float) -> None:
+        """Send the parts of these `blocks`, some at once: the next ones are on their way while the server takes one."""
+        waiting = iter(dict.fromkeys(blocks))
+
+        async def send_some() -> None:
+            for block in waiting:
+                await self._send_part(adapter, block, timeout_s)
+
+        with single_error():
+            async with trio.open_nursery() as nursery:
+                for _ in range(min(PARTS_AT_ONCE, len(blocks))):
+                    nursery.start_soon(send_some)
+
+    async def _send_part(self, adapter: Adapter, block: int, timeout_s: float) -> None:
+        meta = pack(AdapterPart(adapter.digest, block))
+        for is_last in (False, True):
+            try:
+                await self._ask(FrameType.PART, FrameType.HELD, timeout_s, meta, adapter.parts[block])
+                return
+            except PeerRefused as refusal:
+                if is_last or refusal.code != RefusalCode.BUSY or refusal.retry_after_s is None:
+                    raise
+                await trio.sleep(min(refusal.retry_after_s, timeout_s))
 
     async def _lacking(self, adapter: Adapter, span: Span, timeout_s: float) -> list[int]:
         meta, manifest = pack(AdapterUse(adapter.digest, span.start, span.end)), adapter.manifest.packed

@@ -24,13 +24,15 @@ ADAPTER = make_adapter(bytes(32), {block: (bytes([block]) * PART_BYTES, PART_BYT
 
 
 async def time_to_bring(part_s: float) -> float:
-    """How long it takes when each part is answered after this time."""
+    """How long it takes when each part takes this time, one after the other."""
+    one_by_one = trio.Lock()
 
     async def ask(_type: FrameType, answer: FrameType, timeout_s: float, _meta: bytes, _payload: Buffer) -> Frame:
         if answer is FrameType.LACKING:
             return Frame(answer, payload=b"".join(block.to_bytes(4, "little") for block in range(BLOCKS)))
         with trio.fail_after(timeout_s):
-            await trio.sleep(part_s)
+            async with one_by_one:
+                await trio.sleep(part_s)
         return Frame(answer)
 
     async def nothing() -> None:

@@ -1,0 +1,34 @@
+"""An adapter goes to all servers of a route at once, and not to each when a pass gets there."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import trio
+
+from llmnode.errors import NoRoute, PeerError
+
+if TYPE_CHECKING:
+    from llmnode.core.route import Hop
+    from llmnode.core.span import Span
+    from llmnode.session.peer_finder import PeerFinder
+    from llmnode.swarm.peer_connection import PeerConnection
+    from llmnode.wire.adapter import Adapter
+
+
+async def bring_ahead(finder: PeerFinder, adapter: Adapter, span: Span) -> None:
+    """Have the servers of the best route through `span` hold `adapter`, all but the first: a pass is there by now.
+
+    What fails here fails again where a pass meets it, and is dealt with there.
+    """
+
+    async def bring(hop: Hop, connection: PeerConnection) -> None:
+        with suppress(PeerError):
+            await connection.adapters.bring(adapter, hop.span, finder.policy.passes.base_s)
+
+    with suppress(NoRoute, PeerError):
+        route, connections = await finder.find(span, 0, (), hurry=False)
+        async with trio.open_nursery() as nursery:
+            for hop in route[1:]:
+                nursery.start_soon(bring, hop, connections[hop.peer])
