@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
+from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 import peft
@@ -31,14 +32,19 @@ def error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return ((ours - theirs).norm() / theirs.norm()).item()
 
 
-def adapted(model: Any, name: str) -> Any:  # Any: as PEFT types it
+def adapted(model: Any, name: str, **options: str) -> Any:  # Any: as PEFT types it
     """The model with an adapter of PEFT, whose numbers are the same for every model, and matter."""
-    made = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **CONFIGS[name]))
-    generator = torch.Generator().manual_seed(len(name) + ord(name[0]))
-    for path, parameter in sorted(made.named_parameters()):
-        if "lora_" in path:
-            parameter.data = 0.02 * torch.randn(parameter.shape, generator=generator)
+    made = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **CONFIGS[name]), **options)
+    draw(made, len(name) + ord(name[0]))
     return made
+
+
+def draw(model: Any, seed: int, size: float = 0.02) -> None:
+    """Give all matrices of its adapters other numbers, of about this size."""
+    generator = torch.Generator().manual_seed(seed)
+    for path, parameter in sorted(model.named_parameters()):
+        if "lora_" in path:
+            parameter.data = size * torch.randn(parameter.shape, generator=generator)
 
 
 @contextmanager
@@ -129,6 +135,51 @@ def test_trained_tokens_are_those_of_a_tied_head_too(peers: list[str], transform
     assert our_text.equal(their_text)
 
 
+def test_rows_with_adapters_of_their_own_are_as_in_one_process(
+    peers: list[str], transformers_model: Any, tokenizer: Any
+) -> None:
+    tokenizer.padding_side = "left"
+    inputs = tokenizer([TEXTS[0], TEXTS[0], TEXTS[1], TEXTS[0], TEXTS[0]], return_tensors="pt", padding=True)
+    names = ["__base__", "one", "two", "two", "ends"]
+    labels = inputs.input_ids.masked_fill(inputs.attention_mask == 0, -100)
+    labels[2, :2] = -100
+    ends = peft.LoraConfig(
+        r=2, target_modules=["o_proj", "embed_tokens"], layers_to_transform=[4], init_lora_weights=False
+    )
+    found = []
+    with llmnode.connect(peers=peers) as connected:
+        for base in (transformers_model, connected):
+            model = adapted(base, "one", adapter_name="one").eval()
+            model.add_adapter("two", peft.LoraConfig(task_type="CAUSAL_LM", **CONFIGS["two"]))
+            draw(model, 1, 0.1)
+            torch.manual_seed(3)
+            model.add_adapter("ends", ends)
+            model.set_adapter("one")
+            loss = model(**inputs, labels=labels, adapter_names=names).loss
+            loss.backward()
+            gradients = {path: each.grad for path, each in model.named_parameters() if each.grad is not None}
+            with torch.inference_mode():
+                logits = model(**inputs, adapter_names=names).logits[:, -1]
+                texts = model.generate(**inputs, adapter_names=names, max_new_tokens=6, do_sample=False)
+                beams = model.generate(**inputs, adapter_names=names, max_new_tokens=6, do_sample=False, num_beams=2)
+            found.append((loss, logits, gradients, texts, beams))
+            if base is connected:
+                with pytest.raises(ConfigError, match="2 names for 5 rows"):
+                    model.generate(**inputs, adapter_names=names[:2], max_new_tokens=1)
+            model.unload()
+    (their_loss, their_logits, their_gradients, *their_texts), (loss, logits, gradients, *texts) = found
+    assert error(loss, their_loss) < FURTHEST
+    assert error(logits, their_logits) < 3 * FURTHEST
+    assert gradients.keys() == their_gradients.keys()
+    assert {name for name in ("one", "two", "ends") for path in gradients if f".{name}." in path} == {"one"}
+    for path, gradient in gradients.items():
+        assert error(gradient, their_gradients[path]) < 3 * FURTHEST, path
+    assert all(one.equal(other) for one, other in zip(texts, their_texts, strict=True))
+    of_one_text = [0, 1, 3, 4]
+    assert all(error(logits[one], logits[other]) > 0.01 for one, other in combinations(of_one_text, 2))
+    assert len({tuple(text) for text in texts[0][of_one_text].tolist()}) > 2
+
+
 @pytest.mark.parametrize(
     ("config", "why"),
     [
@@ -145,3 +196,16 @@ def test_adapters_that_servers_cannot_compute_are_refused(config: dict[str, Any]
         made = peft.get_peft_model(model, peft.LoraConfig(**options)).train()
         with pytest.raises(ConfigError, match=why):
             made(torch.tensor([[1, 2, 3]]))
+
+
+def test_gradients_of_all_parameters_are_refused_for_blocks_and_given_for_ends(peers: list[str]) -> None:
+    ids = torch.tensor([[1, 2, 3]])
+    with llmnode.connect(peers=peers) as model:
+        for each in model.parameters():
+            each.requires_grad_(True)
+        with pytest.raises(ConfigError, match="keep it frozen"):
+            model(ids, labels=ids)
+        model.remote_blocks.requires_grad_(False)
+        model(ids, labels=ids).loss.backward()
+        trained = {name for name, each in model.named_parameters() if each.grad is not None}
+        assert trained == {"model.embed_tokens.weight", "model.norm.weight"}

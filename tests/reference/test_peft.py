@@ -69,10 +69,12 @@ def test_a_client_without_weights_has_the_layers_that_peft_finds_in_the_whole_mo
     folder = open_saved(tmp_path)
     config = peft.LoraConfig(r=3, target_modules=TARGETS[case][number])
     adapters = BlockAdapters(folder.info.digest, absent_blocks(folder))
-    assert adapters.adapter(adapters.parts()) is None
+    (none,) = adapters.chosen(1)
+    assert none.adapter is None
     peft.inject_adapter_in_model(config, torch.nn.ModuleList(adapters.blocks))
     theirs = parts_of(peft.get_peft_model(whole, config), "default", family_of(folder.config).block_prefix)
-    assert _sizes(adapters.parts()) == _sizes(theirs)
+    (chosen,) = adapters.chosen(1)
+    assert _sizes(chosen.parts) == _sizes(theirs)
 
 
 @pytest.mark.parametrize("options", [{}, {"fused": True}], ids=["plain", "fused"])
@@ -84,7 +86,8 @@ def test_an_adapter_is_made_anew_only_when_a_matrix_has_changed(options: dict[st
     peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["q_proj", "o_proj"]), blocks)
 
     def now() -> Adapter:
-        adapter = adapters.adapter(adapters.parts())
+        (chosen,) = adapters.chosen(1)
+        adapter = chosen.adapter
         assert adapter is not None
         return adapter
 

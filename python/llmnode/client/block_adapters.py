@@ -6,12 +6,13 @@ whose matrices have. PEFT itself is not imported: a client that uses it has done
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from llmnode.client.absent_blocks import is_absent
+from llmnode.client.row_adapters import is_of_rows, names_of_rows
 from llmnode.core.adapters import MOST_RANK
 from llmnode.errors import ConfigError
 from llmnode.models.lora import Lora, matrices, pack_part, values_of
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from llmnode.wire.adapter import Adapter
 
 _KIND = "peft.tuners.lora.layer", "Linear"
+MOST_MADE = 16
+"""The adapters whose bytes are kept, for when they are wanted again."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,8 +41,25 @@ class _Packed:
     content: tuple[bytes, int]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Made:
+    """An adapter, and the parts that it was made of, by their blocks."""
+
+    packed: Mapping[int, _Packed] = field(default_factory=dict)
+    adapter: Adapter | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chosen:
+    """The adapter of some rows of a batch, which may be none, and the updates that it has, by their blocks."""
+
+    rows: Sequence[int]
+    parts: Mapping[int, Part]
+    adapter: Adapter | None
+
+
 class BlockAdapters:
-    """The adapter of all blocks of a model, as it is now. `blocks` are those of `absent_blocks`.
+    """The adapters of all blocks of a model, as they are now. `blocks` are those of `absent_blocks`.
 
     Without one of PEFT it is `own`, that of the connection, which stays as it is.
     """
@@ -49,47 +69,85 @@ class BlockAdapters:
         self._own = own
         self.blocks = blocks
         self._paths = [[path for path, module in block.named_modules() if is_absent(module)] for block in blocks]
-        self._packed: dict[int, _Packed] = {}
-        self._adapter: Adapter | None = None
+        self._made: dict[str | None, _Made] = {}
+        """By PEFT's names; None for the active one. The last ones are those that were wanted last."""
 
-    def parts(self) -> dict[int, Part]:
-        """The active updates of each block that has any. Raises ConfigError for those that servers cannot compute."""
-        found: dict[int, Part] = {}
-        for index, (block, paths) in enumerate(zip(self.blocks, self._paths, strict=True)):
-            updates = {path: _update(f"block {index}: {path}", block.get_submodule(path)) for path in paths}
-            if part := {path: lora for path, lora in updates.items() if lora is not None}:
-                found[index] = part
+    def chosen(self, rows: int) -> list[Chosen]:
+        """The adapters of a batch of this many `rows`: one for all of them, or one for each name in `adapter_names`.
+
+        Raises ConfigError for what servers cannot compute, and for another number of names.
+        """
+        layers = self._layers()
+        names = _names_of_rows(layers, rows)
+        found = []
+        for name in dict.fromkeys(names):
+            parts = _parts(layers, name)
+            adapter = self.adapter(parts, name)
+            found.append(Chosen([row for row, each in enumerate(names) if each == name], parts, adapter))
         return found
 
-    def adapter(self, parts: Mapping[int, Part]) -> Adapter | None:
-        """The adapter that has these parts; the same one while they do not change. Without any, that of the connection.
+    def adapter(self, parts: Mapping[int, Part], name: str | None = None) -> Adapter | None:
+        """The adapter `name` that has these parts; the same one while they do not change. Without any, that of the
+        connection.
 
         Raises ConfigError if there are both.
         """
-        packed = {index: self._pack(index, part) for index, part in parts.items()}
-        is_new = self._adapter is None or packed != self._packed
-        self._packed = packed
-        if not packed:
-            self._adapter = self._own
-        elif self._own is not None:
+        before = self._made.pop(name, _Made())
+        packed = {index: _pack(index, part, before.packed.get(index)) for index, part in parts.items()}
+        if packed and self._own is not None:
             raise ConfigError("blocks compute one adapter: connect without `adapter`, or disable that of PEFT")
-        elif is_new:
-            self._adapter = make_adapter(self._model_digest, {index: each.content for index, each in packed.items()})
-        return self._adapter
+        adapter = before.adapter
+        if packed != before.packed:
+            contents = {index: each.content for index, each in packed.items()}
+            adapter = make_adapter(self._model_digest, contents) if packed else None
+        self._made[name] = _Made(packed, adapter)
+        while len(self._made) > MOST_MADE:
+            del self._made[next(iter(self._made))]
+        return adapter if packed else self._own
 
-    def _pack(self, index: int, part: Part) -> _Packed:
-        state = tuple((name, lora.scale, version_of(lora.a), version_of(lora.b)) for name, lora in part.items())
-        before = self._packed.get(index)
-        if before is not None and before.state == state:
-            return before
-        own = {
-            name: Lora(lora.a.detach().float().cpu(), lora.b.detach().float().cpu(), lora.scale)
-            for name, lora in part.items()
-        }
-        for name, lora in own.items():
-            if not bool(lora.a.isfinite().all() and lora.b.isfinite().all()):
-                raise ConfigError(f"block {index}: {name}: the adapter has numbers that are not finite")
-        return _Packed(state, part, (pack_part(own), values_of(own)))
+    def _layers(self) -> list[tuple[int, str, Any]]:  # Any: PEFT's, if they are not ours
+        """All linear layers: the block of each, its path there, and the layer."""
+        return [
+            (index, path, block.get_submodule(path))
+            for index, (block, paths) in enumerate(zip(self.blocks, self._paths, strict=True))
+            for path in paths
+        ]
+
+
+def _names_of_rows(layers: Sequence[tuple[int, str, Any]], rows: int) -> Sequence[str | None]:
+    """The adapter of each row, None for the active one."""
+    hooked = (names_of_rows(layer) for _, _, layer in layers if layer._forward_pre_hooks)
+    found = {names for names in hooked if names is not None}
+    if not found:
+        return [None] * rows
+    names, *others = found
+    if others or len(names) != rows:
+        raise ConfigError(f"adapter_names has {len(names)} names for {rows} rows: name one for each row")
+    return names
+
+
+def _parts(layers: Sequence[tuple[int, str, Any]], name: str | None) -> dict[int, Part]:
+    """The updates `name` of each block that has any, None for the active ones. Raises ConfigError as `chosen`."""
+    found: dict[int, dict[str, Lora]] = {}
+    for index, path, layer in layers:
+        if (lora := _update(f"block {index}: {path}", layer, name)) is not None:
+            found.setdefault(index, {})[path] = lora
+    return dict(found)
+
+
+def _pack(index: int, part: Part, before: _Packed | None) -> _Packed:
+    """`before` if the part has not changed since."""
+    state = tuple((name, lora.scale, version_of(lora.a), version_of(lora.b)) for name, lora in part.items())
+    if before is not None and before.state == state:
+        return before
+    own = {
+        name: Lora(lora.a.detach().float().cpu(), lora.b.detach().float().cpu(), lora.scale)
+        for name, lora in part.items()
+    }
+    for name, lora in own.items():
+        if not bool(lora.a.isfinite().all() and lora.b.isfinite().all()):
+            raise ConfigError(f"block {index}: {name}: the adapter has numbers that are not finite")
+    return _Packed(state, part, (pack_part(own), values_of(own)))
 
 
 def trained_matrices(parts: Mapping[int, Part], span: Span) -> list[torch.Tensor]:
@@ -97,8 +155,11 @@ def trained_matrices(parts: Mapping[int, Part], span: Span) -> list[torch.Tensor
     return [each for block in sorted(parts) if span.start <= block < span.end for each in matrices(parts[block])]
 
 
-def _update(where: str, layer: Any) -> Lora | None:  # Any: PEFT's, if it is not ours
-    """The update that PEFT has for a layer, or None. Raises ConfigError for any other than plain LoRA."""
+def _update(where: str, layer: Any, name: str | None) -> Lora | None:  # Any: PEFT's, if it is not ours
+    """The update `name` that PEFT has for a layer, or None. Without a name it is the active one.
+
+    Raises ConfigError for any other than plain LoRA.
+    """
     if is_absent(layer):
         _check_frozen(where, layer)
         return None
@@ -107,14 +168,12 @@ def _update(where: str, layer: Any) -> Lora | None:  # Any: PEFT's, if it is not
     if not is_absent(layer.get_base_layer()):
         raise ConfigError(f"{where}: the weights are with the servers: use an initialization that does not change them")
     _check_frozen(where, layer.get_base_layer())
-    if layer._forward_pre_hooks or layer._forward_hooks:
-        raise ConfigError(
-            f"{where}: a hook on it would not run, since the layer is with the servers. With PEFT, choose one adapter "
-            "for all rows, and no `adapter_names`"
-        )
+    if layer._forward_hooks or not all(map(is_of_rows, layer._forward_pre_hooks.values())):
+        raise ConfigError(f"{where}: a hook on it would not run, since the layer is with the servers: remove it")
     if layer.merged:
         raise ConfigError(f"{where}: an adapter cannot be merged into weights that are with the servers")
-    active = [name for name in layer.active_adapters if name in layer.lora_A]
+    wanted = layer.active_adapters if name is None else [name]
+    active = [each for each in wanted if each in layer.lora_A]
     if layer.disable_adapters or not active:
         return None
     if len(active) > 1:

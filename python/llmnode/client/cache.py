@@ -18,19 +18,20 @@ from transformers import DynamicCache
 
 from llmnode.client.batch import Past
 from llmnode.client.cache_terms import CacheTerms
-from llmnode.client.rows import fork_rows, refused_row, rows_alike, run_rows, truncate_rows
+from llmnode.client.rows import adapter_id, fork_rows, refused_row, rows_alike, run_rows, split_runs, truncate_rows
 from llmnode.client.session_layers import session_layers
 from llmnode.core.texts.beams import sessions_of_rows
 from llmnode.errors import ConfigError, LocalProtocolError, PeerRefused, SessionClosed
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Hashable, Sequence
 
     from llmnode.client.connect import Client, ResumedSession
     from llmnode.client.portal import Entered, Portal
     from llmnode.client.session_layers import Layers
     from llmnode.core.route import Route
     from llmnode.session.session import InferenceSession
+    from llmnode.wire.adapter import Adapter
 
 
 class SessionCache(DynamicCache):
@@ -76,9 +77,12 @@ class SessionCache(DynamicCache):
             for row in range(rows):
                 first = row if alike is None else alike[row]
                 neighbour = self._sessions[first] if first < row else None
-                neighbour = beside._sessions[row] if beside is not None else neighbour
+                adapter = terms.adapter_of(row)
+                if beside is not None:
+                    neighbour = beside._sessions[row]
+                    adapter = neighbour.adapter
                 with refused_row(row, rows):
-                    self._sessions.append(self._open(terms, neighbour, waits=terms.waits and not row))
+                    self._sessions.append(self._open(terms, adapter, neighbour, waits=terms.waits and not row))
             stack.pop_all()
 
     @classmethod
@@ -152,6 +156,11 @@ class SessionCache(DynamicCache):
         return len(self._sessions)
 
     @property
+    def kinds(self) -> list[Hashable]:
+        """The adapter of each row: rows of the same one can become copies of each other."""
+        return [adapter_id(session) for session in self._sessions]
+
+    @property
     def columns(self) -> int:
         return int(self.real.shape[1])
 
@@ -217,15 +226,7 @@ class SessionCache(DynamicCache):
         runs = rows_alike(self._sessions, [row for row, states in enumerate(hidden) if states is not None], tokens)
         if not runs:
             return self.run_rows(hidden)
-        firsts = list(hidden)
-        rests: list[torch.Tensor | None] = [None] * self.rows
-        origins = list(range(self.rows))
-        for (first, *copies), shared in runs:
-            for row in (first, *copies):
-                states = hidden[row]
-                assert states is not None, "only rows with new tokens are in a run"
-                firsts[row], rests[row] = (states[:shared] if row == first else None), states[shared:]
-                origins[row] = first
+        firsts, rests, origins = split_runs(runs, hidden)
         begun = self.run_rows(firsts)
         self._copy([(self._sessions[first], self._sessions[row]) for (first, *copies), _ in runs for row in copies])
         outputs: list[torch.Tensor | None] = []
@@ -318,11 +319,12 @@ class SessionCache(DynamicCache):
         if not sources or not all(0 <= source < self.rows for source in sources):
             raise ConfigError(f"{list(sources)} cannot be the rows of a cache that has {self.rows} of them")
         before = list(self._sessions)
-        sessions = sessions_of_rows(sources)
+        sessions = sessions_of_rows(sources, self.kinds)
         with ExitStack() as failed:  # else a caller that keeps the exception would keep the new sessions open
-            for source in sources[self.rows :]:
-                before.append(self._open(self._terms, before[source], waits=False))
-                failed.callback(self._end, before[-1])
+            for source, own in zip(sources, sessions, strict=True):
+                if own == len(before):
+                    before.append(self._open(self._terms, before[source].adapter, before[source], waits=False))
+                    failed.callback(self._end, before[-1])
             self._copy([(before[source], before[own]) for source, own in zip(sources, sessions, strict=True)])
             failed.pop_all()
         self._sessions = [before[own] for own in sessions]
@@ -346,13 +348,15 @@ class SessionCache(DynamicCache):
             with suppress(SessionClosed):  # with its client
                 self._portal.call(session.close)
 
-    def _open(self, terms: CacheTerms, beside: InferenceSession | None, *, waits: bool) -> InferenceSession:
+    def _open(
+        self, terms: CacheTerms, adapter: Adapter | None, beside: InferenceSession | None, *, waits: bool
+    ) -> InferenceSession:
         opening = self._client.inference_session(
             terms.max_length,
             beside,
             priority=terms.priority,
             waits=waits,
-            adapter=terms.adapter,
+            adapter=adapter,
             prompts=terms.prompts,
             rows=self._sessions[0].rows if self._sessions else None,
         )
@@ -367,9 +371,9 @@ class SessionCache(DynamicCache):
         self._sessions[0].rows.lengths_are_guesses = True
         for row, session in enumerate(self._sessions):
             try:
-                longer = self._open(terms, session, waits=False)
+                longer = self._open(terms, session.adapter, session, waits=False)
             except PeerRefused:  # elsewhere, then
-                longer = self._open(terms, None, waits=True)
+                longer = self._open(terms, session.adapter, None, waits=True)
             with ExitStack() as failed:
                 failed.callback(self._end, longer)
                 self._copy([(session, longer)])

@@ -42,6 +42,7 @@ from llmnode.client.heads import make_head
 from llmnode.client.hidden_session import HiddenSession
 from llmnode.client.prompt_tuning import MODULES
 from llmnode.client.released import releasing
+from llmnode.client.row_adapters import told_by_row
 from llmnode.client.versions import CACHE, named_for_generate, takes_cache_of_generate
 from llmnode.core.priority import PRIORITIES
 from llmnode.core.texts.beams import first_alike
@@ -197,7 +198,7 @@ class DistributedModelForCausalLM(Distributed, GenerationMixin):
             ends, config = self._current_ends(), self.config.get_text_config()
             are_normed = are_last_normed(config, self._ends.embedding)
             with torch.no_grad():
-                ran = run(ends, sessions, batch, given.detach())
+                ran = run(ends, sessions, batch, given.detach(), told_by_row(self._modules, self.remote_blocks))
                 logits = scores(ends, ran, kept, config.vocab_size)
                 states: Any = hidden_states(ends, ran, self.info, chosen, are_normed=are_normed)
             loss = None
@@ -225,7 +226,7 @@ class DistributedModelForCausalLM(Distributed, GenerationMixin):
                 length = max(2 * batch.longest, FIRST_POSITIONS) if use_cache else batch.longest
                 self._check_context(batch.longest + self._prompts)
                 most = max(1, min(length + self._prompts, self.info.context_tokens))
-                terms = self._cache_terms(most, grows=bool(is_kept))
+                terms = self._cache_terms(most, rows, grows=bool(is_kept))
                 alike = first_alike(given.flatten(1).tolist())
                 opened = stack.enter_context(SessionCache(self._portal, self._client, rows, terms, alike))
                 output = run_in(opened, opened if is_kept else None)
@@ -378,19 +379,18 @@ class DistributedModelForCausalLM(Distributed, GenerationMixin):
         self._check_context(max_length)
         firsts = [row - row % alike for row in range(rows)]
         of_priority = None if priority is None else PRIORITIES[priority]
-        made = self._cache_terms(max_length, priority=of_priority, **terms)
+        made = self._cache_terms(max_length, rows, priority=of_priority, **terms)
         return SessionCache(self._portal, self._client, rows, made, firsts)
 
-    def _cache_terms(self, max_length: int, *, has_prompts: bool = True, **terms: Any) -> CacheTerms:
-        """With the adapter and the prompts as they are now."""
-        made = CacheTerms(max_length, adapter=self.remote_blocks.adapter, **terms)
+    def _cache_terms(self, max_length: int, rows: int, *, has_prompts: bool = True, **terms: Any) -> CacheTerms:
+        """With the adapters of the rows, and the prompts, as they are now."""
+        made = CacheTerms(max_length, adapters=self.remote_blocks.adapters(rows), **terms)
         prefix = self.decoder.prefix if has_prompts else None
         return made if prefix is None else replace(made, prefix=prefix.embedded.detach(), prompts=prefix.deep_now())
 
     def _check_context(self, positions: int) -> None:
         if not 0 <= positions <= self.info.context_tokens:
-            most = self.info.context_text
-            raise ConfigError(f"{positions} positions do not fit the model's context: ask for 1 to {most}")
+            raise ConfigError(f"{positions} positions do not fit the model's context of {self.info.context_text}")
 
 
 def _close(cache: weakref.ref[SessionCache]) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 
+from llmnode.client.row_adapters import only_row
 from llmnode.client.versions import chosen_indices
 from llmnode.core.texts.beams import first_alike
 from llmnode.errors import ConfigError
@@ -76,39 +77,51 @@ class Ran:
     entered: Sequence[torch.Tensor | None]
     left: Sequence[torch.Tensor | None]
     firsts: Sequence[int]
+    by_row: Sequence[torch.nn.Module] = ()
+    """Layers of the ends that have another adapter for each row (`told_by_row`)."""
 
 
-def run(ends: SharedEnds, cache: SessionCache, batch: PaddedBatch, given: torch.Tensor) -> Ran:
+def run(
+    ends: SharedEnds,
+    cache: SessionCache,
+    batch: PaddedBatch,
+    given: torch.Tensor,
+    by_row: Sequence[torch.nn.Module] = (),
+) -> Ran:
     """Run the real ones of `given`: token ids (rows, columns), or embeddings (rows, columns, size).
 
-    Rows that are equal and have nothing before them are run once. Raises as `SessionCache.run_rows`.
+    Rows that are equal, have the same adapter and have nothing before them are run once. `by_row` is that of the
+    result. Raises as `SessionCache.run_rows`.
     """
     if (prefix := cache.prefix_due) is not None:
         cache.begin(ends.enter(prefix, torch.arange(len(prefix))))
     rows = [row[kept] for row, kept in zip(given, batch.real, strict=True)]
     are_tokens = given.ndim == 2
     names = [row.flatten().tolist() for row in rows]
-    are_alike = cache.is_empty and batch.is_uniform
-    firsts = first_alike(names) if are_alike else list(range(len(rows)))
+    are_alike = cache.is_empty and batch.is_uniform and not by_row
+    named = [(kind, *name) for kind, name in zip(cache.kinds, names, strict=True)]
+    firsts = first_alike(named) if are_alike else list(range(len(rows)))
     embed = ends.embed_at if are_tokens else ends.enter
-    entered = [
-        embed(row, ids + cache.prefix) if len(row) and first == index else None
-        for index, (row, ids, first) in enumerate(zip(rows, batch.position_ids, firsts, strict=True))
-    ]
+    entered: list[torch.Tensor | None] = []
+    for index, (row, ids, first) in enumerate(zip(rows, batch.position_ids, firsts, strict=True)):
+        with only_row(by_row, index):
+            entered.append(embed(row, ids + cache.prefix) if len(row) and first == index else None)
     left = cache.run_first(entered, names) if are_alike and are_tokens else cache.run_rows(entered)
     cache.reorder(firsts)
     cache.add_columns(batch.real, batch.offsets)
-    return Ran(batch.real, entered, left, firsts)
+    return Ran(batch.real, entered, left, firsts, by_row)
 
 
 def scores(ends: SharedEnds, ran: Ran, kept: ScoredColumns, vocabulary: int) -> torch.Tensor:
     """The scores (rows, columns, vocabulary) at the columns `kept`; zeros for padding."""
     found = [torch.zeros(len(columns), vocabulary) for columns in kept.columns]
     wanted = _real_columns(ran, kept)
-    together = max(1, MOST_ROWS // max(1, *(len(states) for _, _, states in wanted))) if wanted else 1
+    longest = max((len(states) for _, _, states in wanted), default=1)
+    together = 1 if ran.by_row else max(1, MOST_ROWS // max(1, longest))
     for start in range(0, len(wanted), together):
         some = wanted[start : start + together]
-        scored = ends.logits(torch.cat([states for _, _, states in some]))
+        with only_row(ran.by_row, some[0][0]):
+            scored = ends.logits(torch.cat([states for _, _, states in some]))
         for (row, places, _), own in zip(some, scored.split([len(states) for _, _, states in some]), strict=True):
             found[row][places] = own
     rows = [

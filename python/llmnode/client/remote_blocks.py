@@ -14,7 +14,7 @@ from llmnode.errors import ConfigError
 from llmnode.models.tensors import from_bytes, to_bytes
 
 if TYPE_CHECKING:
-    from llmnode.client.block_adapters import BlockAdapters
+    from llmnode.client.block_adapters import BlockAdapters, Chosen
     from llmnode.client.portal import Portal
     from llmnode.session.passes import SwarmPasses
     from llmnode.wire.adapter import Adapter
@@ -61,10 +61,15 @@ class RemoteBlocks(torch.nn.Module):
         """The model's context, in positions."""
         return self._passes.model.context_tokens
 
-    @property
-    def adapter(self) -> Adapter | None:
-        """The adapter that is active in all blocks of the model now. Raises ConfigError if servers cannot take it."""
-        return self._adapters.adapter(self._adapters.parts())
+    def adapters(self, rows: int) -> list[Adapter | None]:
+        """The adapter that each of `rows` has in all blocks of the model now. Raises ConfigError if servers cannot take
+        it.
+        """
+        found: list[Adapter | None] = [None] * rows
+        for each in self._adapters.chosen(rows):
+            for row in each.rows:
+                found[row] = each.adapter
+        return found
 
     def extra_repr(self) -> str:
         return str(self.span)
@@ -94,21 +99,40 @@ class RemoteBlocks(torch.nn.Module):
             raise ConfigError(f"an attention mask of shape {shapes}: expected (rows, tokens)")
         real = torch.ones(hidden.shape[:2], dtype=torch.bool) if attention_mask is None else attention_mask != 0
         real = real.to(hidden.device)
+        lengths = real.sum(1).tolist()
+        if not (longest := max(lengths)):
+            return torch.zeros_like(hidden)
+        if longest > self._passes.model.context_tokens:
+            raise ConfigError(f"{longest} positions in a row: the model's context is {self._passes.model.context_text}")
+        shortest = min(length for length in lengths if length)
+        own_prompts = None if prompts is None else self._prompts(prompts, len(hidden), shortest)
+        chosen = self._adapters.chosen(len(hidden))
+        if len(chosen) == 1:
+            return self._cross(hidden, real, own_prompts, chosen[0])
+        whole = torch.zeros_like(hidden)
+        for each in chosen:
+            rows = torch.tensor(each.rows, device=hidden.device)
+            own = own_prompts if own_prompts is None or own_prompts.shape[1] == 1 else own_prompts[:, rows.cpu()]
+            whole = whole.index_copy(0, rows, self._cross(hidden[rows], real[rows], own, each))
+        return whole
+
+    def _cross(
+        self, hidden: torch.Tensor, real: torch.Tensor, prompts: torch.Tensor | None, chosen: Chosen
+    ) -> torch.Tensor:
+        """The rows of one adapter."""
         lengths = [length for length in real.sum(1).tolist() if length]
         if not lengths:
             return torch.zeros_like(hidden)
-        if (longest := max(lengths)) > self._passes.model.context_tokens:
-            raise ConfigError(f"{longest} positions in a row: the model's context is {self._passes.model.context_text}")
-        own_prompts = None if prompts is None else self._prompts(prompts, real.any(1), min(lengths))
-        parts = self._adapters.parts()
-        adapter, trained = self._adapters.adapter(parts), trained_matrices(parts, self.span)
-        output = _Crossing.apply(hidden[real].float().cpu(), self, lengths, adapter, own_prompts, *trained)
+        if prompts is not None and prompts.shape[1] > 1:
+            prompts = prompts[:, real.any(1).cpu()]
+        trained = trained_matrices(chosen.parts, self.span)
+        output = _Crossing.apply(hidden[real].float().cpu(), self, lengths, chosen.adapter, prompts, *trained)
         whole = torch.zeros(hidden.shape, dtype=torch.float32)
         return whole.masked_scatter(real.cpu()[..., None], output).to(hidden)
 
-    def _prompts(self, prompts: torch.Tensor, are_sent: torch.Tensor, shortest: int) -> torch.Tensor:
-        """Those of the rows that are sent. Raises ConfigError if they do not fit the blocks or the rows."""
-        size, rows = self._passes.model.hidden_size, len(are_sent)
+    def _prompts(self, prompts: torch.Tensor, rows: int, shortest: int) -> torch.Tensor:
+        """They are of the rows, in fp32. Raises ConfigError if they do not fit the blocks or the rows."""
+        size = self._passes.model.hidden_size
         if prompts.dim() != 4 or (len(prompts), prompts.shape[3]) != (len(self), size):
             raise ConfigError(
                 f"prompts of shape {tuple(prompts.shape)}: expected ({len(self)}, rows, positions, {size})"
@@ -116,8 +140,7 @@ class RemoteBlocks(torch.nn.Module):
         if prompts.shape[1] not in {1, rows} or not 1 <= prompts.shape[2] <= shortest:
             what = f"{prompts.shape[1]} rows of {prompts.shape[2]} prompts for {rows} rows"
             raise ConfigError(f"{what}: expected 1 or {rows} rows, of 1 to {shortest} prompts, as the shortest row is")
-        own = prompts if prompts.shape[1] == 1 else prompts[:, are_sent.to(prompts.device)]
-        return own.float().cpu()
+        return prompts.float().cpu()
 
 
 class _Crossing(torch.autograd.Function):

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from llmnode.core.ids import AdapterId
     from llmnode.core.route import Route
     from llmnode.session.session import InferenceSession
 
@@ -66,16 +67,40 @@ async def fork_rows(forks: Mapping[InferenceSession, Sequence[InferenceSession]]
 def rows_alike(
     sessions: Sequence[InferenceSession], rows: Iterable[int], tokens: Sequence[Sequence[int]]
 ) -> list[tuple[list[int], int]]:
-    """Those of `rows` that go the same route and begin with the same tokens, and with how many."""
-    by_route: dict[Route, list[int]] = {}
+    """Those of `rows` that have the same route and adapter, and begin with the same tokens, and with how many."""
+    by_route: dict[tuple[Route, AdapterId | None], list[int]] = {}
     for row in sorted(rows, key=lambda row: tuple(tokens[row])):
-        by_route.setdefault(sessions[row].route, []).append(row)
+        by_route.setdefault((sessions[row].route, adapter_id(sessions[row])), []).append(row)
     return [
         ([beside[text] for text in run.texts], run.tokens)
         for beside in by_route.values()
         for run in shared_beginnings([tokens[row] for row in beside])
         if run.tokens
     ]
+
+
+def split_runs(
+    runs: Sequence[tuple[list[int], int]], hidden: Sequence[torch.Tensor | None]
+) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None], list[int]]:
+    """What each row runs first, and what after that, if the first of `runs` (`rows_alike`) runs what they begin with.
+
+    The third result is the row that has run the beginning of each row.
+    """
+    firsts = list(hidden)
+    rests: list[torch.Tensor | None] = [None] * len(hidden)
+    origins = list(range(len(hidden)))
+    for (first, *copies), shared in runs:
+        for row in (first, *copies):
+            states = hidden[row]
+            assert states is not None, "only rows with new tokens are in a run"
+            firsts[row], rests[row] = (states[:shared] if row == first else None), states[shared:]
+            origins[row] = first
+    return firsts, rests, origins
+
+
+def adapter_id(session: InferenceSession) -> AdapterId | None:
+    """The name of its adapter: only sessions of the same one can become copies of each other."""
+    return None if session.adapter is None else session.adapter.digest
 
 
 @contextmanager

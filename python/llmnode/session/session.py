@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from llmnode.session.failures import Recovery
     from llmnode.session.saved import SavedSession
     from llmnode.swarm.peer_connection import PeerConnection
+    from llmnode.wire.adapter import Adapter
     from llmnode.wire.chunk import HopTiming
     from llmnode.wire.chunk_path import ChunkResult
     from llmnode.wire.frame import Buffer
@@ -86,6 +87,11 @@ class InferenceSession:
     def max_length(self) -> int:
         """Number of positions that there is KV for."""
         return self._hops.terms.max_length
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """The adapter that it was opened with."""
+        return self._hops.terms.adapter
 
     @property
     def route(self) -> Route:

@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+from itertools import count
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-def sessions_of_rows(sources: Sequence[int]) -> list[int]:
+def sessions_of_rows(sources: Sequence[int], kinds: Sequence[object] | None = None) -> list[int]:
     """For each row the session that is to be its own, if row `i` goes on from what row `sources[i]` was.
 
     The first row that goes on from a session gets that session; further ones get those from which nobody goes on, to be
-    made copies. So what is copied is never what is overwritten, and a mere permutation copies nothing.
+    made copies. So what is copied is never what is overwritten, and a mere permutation copies nothing. `kinds` are
+    those of the sessions that there are: none is made a copy of one of another kind. Sessions to be opened are
+    counted from there. Without `kinds` there is one session for each row, and all are alike.
     """
-    unused = (session for session in range(len(sources)) if session not in set(sources))
-    return [source if source not in sources[:row] else next(unused) for row, source in enumerate(sources)]
+    kinds = [None] * len(sources) if kinds is None else kinds
+    unused = [session for session in range(len(kinds)) if session not in set(sources)]
+    opened = count(len(kinds))
+    found: list[int] = []
+    for source in sources:
+        own = source
+        if source in found:
+            own = next((each for each in unused if kinds[each] == kinds[source]), -1)
+            if own < 0:
+                own = next(opened)
+            else:
+                unused.remove(own)
+        found.append(own)
+    return found
 
 
 def first_alike(rows: Sequence[Sequence[int]]) -> list[int]:

@@ -42,6 +42,22 @@ def test_copies_are_made_of_and_over_rows_of_the_same_prompt() -> None:
     assert sessions_of_rows([1, 1, 1, 3, 5, 5]) == [1, 0, 2, 3, 5, 4]
 
 
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=6), st.data())
+def test_no_session_becomes_a_copy_of_one_of_another_kind(kinds: list[int], data: st.DataObject) -> None:
+    sources = data.draw(st.lists(st.integers(0, len(kinds) - 1), min_size=1, max_size=9))
+    sessions = sessions_of_rows(sources, kinds)
+    assert len(set(sessions)) == len(sessions)
+    opened = [each for each in sessions if each >= len(kinds)]
+    assert opened == list(range(len(kinds), len(kinds) + len(opened)))
+    for session, source in zip(sessions, sources, strict=True):
+        assert session == source or session not in sources
+        assert session >= len(kinds) or kinds[session] == kinds[source]
+    spare = [kind for session, kind in enumerate(kinds) if session not in sessions and session not in sources]
+    assert not {kinds[source] for session, source in zip(sessions, sources, strict=True) if session in opened} & {
+        *spare
+    }
+
+
 @pytest.mark.parametrize(
     ("rows", "firsts"),
     [
