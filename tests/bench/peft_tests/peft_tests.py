@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from bench.kit.options import add_thin
-from bench.peft_tests.suite import LLAMA, copy_tests, save_model, unpacked
+from bench.peft_tests.suite import LLAMA, copy_tests, name_all, save_model, unpacked
 from llmnode.core.span import split_evenly
 from llmnode.node.processes import all_ready, private_swarm
 
@@ -49,6 +49,7 @@ def run(options: Options) -> int:
         folder, results = Path(made, "run"), Path(made, "results.json")
         copy_tests(tests, folder)
         save_model(folder / LLAMA, BLOCKS)
+        name_all(folder)
         status = trio.run(_run_tests, folder, results, THIN if options.thin else options.keyword)
         if not results.is_file():
             print(f"pytest ended with status {status}, and has run nothing")

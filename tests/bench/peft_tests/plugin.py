@@ -1,8 +1,11 @@
 """A plugin of pytest for PEFT's tests: models are distributed ones, and each result is written down with its reason.
 
-It changes some of them. Tests of other models than the Llama are left out. LoRA's dropout is 0, since servers drop
-nothing out. The mask of the tests' own batch has its padding at the left, or at the right behind a trained prompt, and
-not in the middle of a row, which is refused. Libraries that the tests import and do not use may be missing.
+A test that fails for no known reason runs again over the whole model in this process, as a control (`verdict.py`).
+
+The plugin changes some of them. Parameters with another model than the Llama are left out. LoRA's dropout is 0, since
+servers drop nothing out. The mask of the tests' own batch has its padding at the left. Behind a trained prompt it has
+it at the right, or none if the test generates text. PEFT's has it in the middle of a row, which is refused. Libraries
+that the tests import and do not use may be missing, and a few texts stand for a data set of the hub.
 """
 
 from __future__ import annotations
@@ -10,7 +13,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import re
 import sys
 import types
 from contextlib import nullcontext, suppress
@@ -19,11 +21,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from _pytest.runner import runtestprotocol
 from peft import PromptLearningConfig
 from transformers import AutoModelForCausalLM, Trainer
 
 import llmnode
 from bench.peft_tests.suite import LLAMA
+from bench.peft_tests.verdict import FAILED, Ended, does_not_apply, verdict
 from llmnode.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,43 +35,50 @@ if TYPE_CHECKING:
 
 UNUSED = {"diffusers": ("StableDiffusionPipeline",), "datasets": ("load_dataset", "load_from_disk")}
 """Libraries that the tests import, and the names in them."""
-REASONS: dict[str, str] = {
-    r"servers compute LoRA alone": "a method other than LoRA inside the blocks, which are with the servers",
-    r"servers compute plain LoRA": "a variant of LoRA (aLoRA, DoRA, a bias), which servers do not compute",
-    r"adapters are active at once": "several adapters active at once: servers compute one",
-    r"weights are with the servers|cannot be merged|more than one element of the written-to tensor": (
-        "merging, or an initialization that changes weights: those are with the servers"
-    ),
-    r"prefix tuning makes keys and values": "prefix tuning makes keys and values, which are with the servers",
-    r"this swarm computes in": "another precision than that of the swarm",
-    r"servers drop nothing out": "dropout inside the blocks",
-    r"would not run, since the layer is with the servers": "another adapter for each row, or other hooks on layers",
-    r"is not a plain torch.nn.Linear": "a method other than LoRA inside the blocks, which are with the servers",
-    r"ends in padding": "a text that goes on behind padding",
-    r"leave gaps": "a mask with gaps, or a prompt before padding at the left, which leaves some",
-    r"the client's part of the model stays on the CPU": "a change of dtype or device of the client's part",
-}
-"""Errors by which tests do not apply, and why. All others are failures."""
+GENERATING = ("generate", "disable_adapter")
+"""Parts of the names of tests that generate text. It cannot go on behind padding."""
 _PEERS: list[str] = json.loads(os.environ.get("LLMNODE_PEFT_PEERS", "[]"))
 _open: list[Any] = []
 _found: list[dict[str, str]] = []
+_ended: list[Ended] = []
+"""How the run of the test that was run last ended."""
+_load_whole = AutoModelForCausalLM.from_pretrained
 
 
 class Served:
     """In the place of AutoModelForCausalLM."""
 
-    @staticmethod
-    def from_pretrained(name: str, *_args: Any, dtype: torch.dtype | None = None, **options: Any) -> Any:
+    is_control = False
+    """Whether models are whole ones in this process."""
+
+    @classmethod
+    def from_pretrained(cls, name: str, *args: Any, **options: Any) -> Any:
         """A copy of the model over the one connection. Raises ConfigError for what is not served."""
-        if name != LLAMA:
+        if cls.is_control:
+            return _load_whole(name, *args, **options)
+        if Path(name).resolve() != Path(LLAMA).resolve():
             raise ConfigError(f"{name} is not served")
-        if dtype not in (None, torch.float32):
+        if (dtype := options.pop("dtype", None)) not in (None, torch.float32):
             raise ConfigError(f"this swarm computes in float32, and not in {dtype}")
         if options.pop("quantization_config", None) is not None:
             raise ConfigError("this swarm computes in float32, and quantizes nothing")
+        options.pop("device_map", None)  # of the client's part, which is on the CPU
+        if options:
+            raise ConfigError(f"this swarm serves the model as it is, without {', '.join(options)}")
         if not _open:
-            _open.append(llmnode.connect(name, peers=_PEERS))
+            _open.append(llmnode.connect(LLAMA, peers=_PEERS))
         return copy.deepcopy(_open[0])
+
+
+class Quotes:
+    """In the place of a data set of the hub that the tests train with."""
+
+    texts = ("Be yourself; everyone else is already taken.", "A room without books is like a body without a soul.") * 6
+
+    def map(self, process: Callable[[dict[str, list[str]]], Any], **_options: Any) -> dict[str, list[dict[str, Any]]]:
+        """The rows that `process` makes of all texts together."""
+        made = process({"quote": list(self.texts)})
+        return {"train": [{name: made[name][row] for name in made} for row in range(len(self.texts))]}
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -83,6 +94,7 @@ def pytest_configure(config: pytest.Config) -> None:
     from tests import testing_utils  # type: ignore[attr-defined]  # PEFT's
 
     testing_utils.hub_online_once = lambda *_args, **_options: nullcontext()
+    testing_utils.load_dataset_english_quotes = Quotes
     kind: Any = AutoModelForCausalLM  # Any: its method is replaced
     kind.from_pretrained = Served.from_pretrained
 
@@ -106,8 +118,35 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if (tests := getattr(item, "cls", None)) is not None:
-        has_prompt = issubclass(_params(item).get("config_cls", object), PromptLearningConfig)
-        tests.prepare_inputs_for_testing = _inputs([1, 1, 0] if has_prompt else [0, 1, 1])
+        mask = [0, 1, 1]
+        if issubclass(_params(item).get("config_cls", object), PromptLearningConfig):
+            mask = [1, 1, 1] if any(each in item.name for each in GENERATING) else [1, 1, 0]
+        tests.prepare_inputs_for_testing = _inputs(mask)
+
+
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool:
+    for report in runtestprotocol(item, log=False, nextitem=nextitem):
+        item.ihook.pytest_runtest_logreport(report=report)
+    ended, over_whole = _ended.pop(), None
+    if ended.outcome == FAILED and does_not_apply(ended) is None:
+        over_whole = _control(item, nextitem)
+    params, name = _params(item), getattr(item, "originalname", item.name)
+    kind = params.get("config_cls")
+    config = "" if kind is None else _config(kind.__name__, params.get("config_kwargs", {}))
+    _found.append({"test": name, "config": config, **verdict(ended, over_whole)})
+    return True
+
+
+def _control(item: pytest.Item, nextitem: pytest.Item | None) -> Ended:
+    """The same test over whole models."""
+    Served.is_control = True
+    try:
+        again: Any = item  # Any: a function of pytest, which makes its fixtures anew
+        again._initrequest()
+        runtestprotocol(item, log=False, nextitem=nextitem)
+        return _ended.pop()
+    finally:
+        Served.is_control = False
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -115,11 +154,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     outcome: Any = yield
     report = outcome.get_result()
     if call.when == "call" or report.outcome != "passed":
-        params = _params(item)
-        kind = params.get("config_cls")
-        config = "" if kind is None else _config(kind.__name__, params.get("config_kwargs", {}))
-        name = getattr(item, "originalname", item.name)
-        _found.append({"test": name, "config": config, **_judged(report, call)})
+        error = None if call.excinfo is None else call.excinfo.value
+        _ended[:] = [Ended(report.outcome, *(() if error is None else (type(error).__name__, str(error))))]
 
 
 def pytest_sessionfinish() -> None:
@@ -127,17 +163,6 @@ def pytest_sessionfinish() -> None:
         each.close()
     if file := os.environ.get("LLMNODE_PEFT_RESULTS"):
         Path(file).write_text(json.dumps(_found))
-
-
-def _judged(report: Any, call: pytest.CallInfo[None]) -> dict[str, str]:
-    error = None if call.excinfo is None else call.excinfo.value
-    if report.outcome == "failed" and isinstance(error, (ConfigError, RuntimeError, ValueError)):
-        for pattern, why in REASONS.items():
-            if re.search(pattern, str(error)):
-                return {"outcome": "not applicable", "reason": why}
-    if report.outcome == "skipped":
-        return {"outcome": "skipped", "reason": str(error)}
-    return {"outcome": str(report.outcome), "reason": "" if error is None else f"{type(error).__name__}: {error}"}
 
 
 def _params(item: pytest.Item) -> dict[str, Any]:

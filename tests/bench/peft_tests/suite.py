@@ -5,6 +5,7 @@ They are kept in the user's cache, and are no part of this repository.
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,8 @@ from llmnode.machine.cache_folder import cache_folder, make_in_cache
 LLAMA = "trl-internal-testing/tiny-random-LlamaForCausalLM"
 """The name by which PEFT's tests ask the hub for their Llama. A folder of this name in the working folder is found
 instead."""
+_OTHERS = re.compile(r'"((?:hf|peft|trl)-internal-testing/[\w.-]+)"')
+"""The names of all models in the tests."""
 _FILES = ("test_decoder_models.py", "testing_common.py", "testing_utils.py")
 _DOWNLOAD_S = 300
 
@@ -73,8 +76,20 @@ def copy_tests(tests: Path, folder: Path) -> None:
     (folder / "pytest.ini").write_text("[pytest]\naddopts = -W ignore -p no:cacheprovider\nmarkers =\n  regression\n")
 
 
+def name_all(folder: Path) -> None:
+    """Let the Llama in `folder` be found by the name of every model that the tests in it name."""
+    llama = folder / LLAMA
+    for name in {each for file in _FILES for each in _OTHERS.findall((folder / "tests" / file).read_text())}:
+        if not (link := folder / name).exists():
+            link.parent.mkdir(exist_ok=True)
+            link.symlink_to(llama)
+
+
 def save_model(folder: Path, blocks: int) -> None:
-    """A small random Llama with this many `blocks`, whose blocks matter, with the tokenizer of the embedded model."""
+    """A small random Llama with this many `blocks`, whose blocks matter, with the tokenizer of the embedded model.
+
+    The smaller sides of its matrices are 32, since a test adds an adapter of rank 20.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
@@ -82,8 +97,8 @@ def save_model(folder: Path, blocks: int) -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(open_embedded().path)
     config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=64,
+        hidden_size=64,
+        intermediate_size=128,
         num_hidden_layers=blocks,
         num_attention_heads=4,
         num_key_value_heads=2,
