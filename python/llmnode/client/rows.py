@@ -82,9 +82,9 @@ def rows_alike(
 def split_runs(
     runs: Sequence[tuple[list[int], int]], hidden: Sequence[torch.Tensor | None]
 ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None], list[int]]:
-    """What each row runs first, and what after that, if the first of `runs` (`rows_alike`) runs what they begin with.
+    """Cut `hidden` into the states that each row runs first, and those after them.
 
-    The third result is the row that has run the beginning of each row.
+    The first row of each of `runs` (`rows_alike`) runs their beginning for all. The third result names it for each row.
     """
     firsts = list(hidden)
     rests: list[torch.Tensor | None] = [None] * len(hidden)

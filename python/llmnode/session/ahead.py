@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 async def bring_ahead(finder: PeerFinder, adapter: Adapter, span: Span) -> None:
     """Have the servers of the best route through `span` hold `adapter`, all but the first: a pass is there by now.
 
-    What fails here fails again where a pass meets it, and is dealt with there.
+    A failure here is not reported: the pass meets the same server, and looks for another one.
     """
 
     async def bring(hop: Hop, connection: PeerConnection) -> None:
