@@ -110,6 +110,8 @@ def test_prefix_tuning_is_refused_with_the_reason(pair: Pair) -> None:
         pytest.raises(ConfigError, match="prefix tuning makes keys and values"),
     ):
         model(**_batch("right"))
+    with pytest.raises(ConfigError, match="prefix tuning makes keys and values"):
+        model.generate(input_ids=torch.tensor([[1, 2, 3]]), max_new_tokens=2)
 
 
 @pytest.fixture(params=["ptune", "deep_ptune"])

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import output_capturing
 
+from llmnode.client.adopted import PREFIXES
 from llmnode.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
-CACHE = "cache" if "cache" in {field.name for field in fields(CausalLMOutputWithPast)} else "past_key_values"
+_OLDER = "past_key_values"
+CACHE = "cache" if "cache" in {field.name for field in fields(CausalLMOutputWithPast)} else _OLDER
 """The name of a cache in the installed transformers: among the arguments of `generate`, and in outputs."""
 
 CHOOSES_STATES = hasattr(output_capturing, "selected_hidden_states")
@@ -35,12 +37,18 @@ def cache_of(output: object) -> Any:  # Any: a cache of any kind, or None
 
 
 def takes_cache_of_generate(forward: Callable[P, T]) -> Callable[P, T]:
-    """Lets a forward, whose parameter is `cache`, also take it by the name that the installed `generate` uses."""
+    """Lets a forward, whose parameter is `cache`, also take it by the name that the installed `generate` uses.
+
+    A call with a cache by each name raises ConfigError. transformers would leave out the older one, and PEFT brings
+    keys and values by it.
+    """
 
     @wraps(forward)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         if CACHE in kwargs:
             kwargs["cache"] = kwargs.pop(CACHE)
+        if kwargs.get("cache") is not None and kwargs.get(_OLDER) is not None:
+            raise ConfigError(f"there are two caches, `cache` and `{_OLDER}`: pass one. {PREFIXES}")
         return forward(*args, **kwargs)
 
     return call
