@@ -18,7 +18,8 @@ from transformers import DynamicCache
 
 from llmnode.client.batch import Past
 from llmnode.client.cache_terms import CacheTerms
-from llmnode.client.rows import adapter_id, fork_rows, refused_row, rows_alike, run_rows, split_runs, truncate_rows
+from llmnode.client.row_sessions import SessionOpener
+from llmnode.client.rows import adapter_id, fork_rows, rows_alike, run_rows, split_runs, truncate_rows
 from llmnode.client.session_layers import session_layers
 from llmnode.core.texts.beams import sessions_of_rows
 from llmnode.errors import ConfigError, LocalProtocolError, PeerRefused, SessionClosed
@@ -74,15 +75,11 @@ class SessionCache(DynamicCache):
         weakref.finalize(self, _drop, self._entered).atexit = False
         with ExitStack() as stack:
             stack.callback(self.close)
-            for row in range(rows):
-                first = row if alike is None else alike[row]
-                neighbour = self._sessions[first] if first < row else None
-                adapter = terms.adapter_of(row)
-                if beside is not None:
-                    neighbour = beside._sessions[row]
-                    adapter = neighbour.adapter
-                with refused_row(row, rows):
-                    self._sessions.append(self._open(terms, adapter, neighbour, waits=terms.waits and not row))
+            opener = SessionOpener(portal, client, terms)
+            stack.callback(lambda: self._entered.update(opener.opened))
+            neighbours = None if beside is None else beside._sessions
+            self._sessions = opener.open_rows(range(rows) if alike is None else alike, neighbours)
+            self._entered.update(opener.opened)
             stack.pop_all()
 
     @classmethod
@@ -351,18 +348,9 @@ class SessionCache(DynamicCache):
     def _open(
         self, terms: CacheTerms, adapter: Adapter | None, beside: InferenceSession | None, *, waits: bool
     ) -> InferenceSession:
-        opening = self._client.inference_session(
-            terms.max_length,
-            beside,
-            priority=terms.priority,
-            waits=waits,
-            adapter=adapter,
-            prompts=terms.prompts,
-            rows=self._sessions[0].rows if self._sessions else None,
-        )
-        entered = self._portal.enter(opening)
-        session = entered.opened.result()
-        self._entered[session] = entered
+        opener = SessionOpener(self._portal, self._client, terms)
+        session = opener.open(adapter, beside, self._sessions[0].rows if self._sessions else None, waits=waits)
+        self._entered.update(opener.opened)
         return session
 
     def _grow(self, max_length: int) -> None:

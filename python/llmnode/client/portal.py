@@ -99,9 +99,14 @@ class Portal:
 
     def enter(self, manager: AbstractAsyncContextManager[T]) -> Entered[T]:
         """Enter an async context manager in the loop, in a task that lives until the result is closed."""
+        entered = self.begin(manager)
+        self.wait(entered.opened, entered.scope)
+        return entered
+
+    def begin(self, manager: AbstractAsyncContextManager[T]) -> Entered[T]:
+        """Like `enter`, without waiting: `wait` for what the result has `opened`, or `cancel` it."""
         entered = Entered[T](self)
         self.start(lambda: entered.hold(manager), entered.opened)
-        self.wait(entered.opened, entered.scope)
         return entered
 
     def close(self) -> None:
@@ -167,6 +172,10 @@ class Entered(Generic[T]):
     def leave_soon(self) -> None:
         """Leave the context and wait for nothing: for any thread, the loop's own too."""
         self._portal.tell(self._leave.set)
+
+    def cancel(self) -> None:
+        """Give it up, whether it is entered or not, and wait for nothing."""
+        self._portal.tell(self.scope.cancel)
 
     async def hold(self, manager: AbstractAsyncContextManager[T]) -> None:
         """The task in the loop."""

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import trio
 
 from llmnode.client.generate import run_blocks
 from llmnode.core.texts.shared_prefix import shared_beginnings
-from llmnode.errors import PeerRefused, single_error
+from llmnode.errors import single_error
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     import torch
 
@@ -101,17 +100,3 @@ def split_runs(
 def adapter_id(session: InferenceSession) -> AdapterId | None:
     """The name of its adapter: only sessions of the same one can become copies of each other."""
     return None if session.adapter is None else session.adapter.digest
-
-
-@contextmanager
-def refused_row(row: int, rows: int) -> Iterator[None]:
-    """Around the opening of `row`: add to a refusal how many rows had been opened."""
-    try:
-        yield
-    except PeerRefused as error:
-        if rows == 1:
-            raise
-        reason = f"{error.reason}; only {row} of {rows} rows fit"
-        raise PeerRefused(
-            error.code, reason, retry_after_s=error.retry_after_s, peer=error.peer, span=error.span
-        ) from error

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from llmnode.session.saved import SavedSession
     from llmnode.session.session import InferenceSession
     from llmnode.swarm.membership import Swarm
+    from llmnode.swarm.peer_connection import PeerConnection
     from llmnode.wire.adapter import Adapter
 
 log = logging.getLogger(__name__)
@@ -134,8 +135,7 @@ class Router:
         failed = dict(too_small)
         if beside is not None and not any(hop.peer in failed for hop in beside.route):
             try:
-                opening = open_session(beside.route, beside.connections, terms, self._tools(terms), rows)
-                return await stack.enter_async_context(opening)
+                return await self._enter(stack, beside.route, beside.connections, terms, rows)
             except PeerError as error:
                 self._blame(error, beside.route, failed)
         while True:
@@ -152,14 +152,28 @@ class Router:
                 failed = dict(too_small)  # those that the view still counts on may be back, or have free KV
                 await trio.sleep(pause_s)
                 continue
+            too_small = rows.too_small(known, terms.max_length)  # other rows may be opening since
+            if any(hop.peer in too_small for hop in route):
+                failed |= too_small
+                continue
             try:
-                opening = open_session(route, connections, terms, self._tools(terms), rows)
-                session = await stack.enter_async_context(opening)
+                session = await self._enter(stack, route, connections, terms, rows)
             except PeerError as error:
                 self._blame(error, route, failed)
             else:
                 self._take(route)
                 return session
+
+    async def _enter(
+        self,
+        stack: AsyncExitStack,
+        route: Route,
+        connections: Mapping[PeerId, PeerConnection],
+        terms: SessionTerms,
+        rows: Rows,
+    ) -> InferenceSession:
+        with rows.opening(route, terms.max_length):
+            return await stack.enter_async_context(open_session(route, connections, terms, self._tools(terms), rows))
 
     def _take(self, route: Route) -> None:
         self.route = route

@@ -6,6 +6,7 @@ Otherwise the rows of two generations could hold what those of the other one wai
 from __future__ import annotations
 
 from collections import defaultdict
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import trio
@@ -14,10 +15,11 @@ from llmnode.errors import PeerRefused
 from llmnode.wire.messages import RefusalCode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from llmnode.core.announcement import Announcement
     from llmnode.core.ids import PeerId
+    from llmnode.core.route import Route
     from llmnode.errors import PeerError
     from llmnode.session.hops import SessionHops
 
@@ -29,9 +31,20 @@ class Rows:
         self.lengths_are_guesses = False
         """They may never have their greatest lengths. So no row is refused because all of these do not fit."""
         self._rows: list[SessionHops] = []
+        self._opening: list[tuple[frozenset[PeerId], int]] = []
 
     def add(self, row: SessionHops) -> None:
         self._rows.append(row)
+
+    @contextmanager
+    def opening(self, route: Route, length: int) -> Iterator[None]:
+        """Around the opening of one of this greatest length at `route`: KV for it counts as taken."""
+        taken = frozenset(hop.peer for hop in route), length
+        self._opening.append(taken)
+        try:
+            yield
+        finally:
+            self._opening.remove(taken)
 
     def remove(self, row: SessionHops) -> None:
         """One that is not there changes nothing."""
@@ -43,9 +56,10 @@ class Rows:
         The rows wait for each other, so all those at a peer have to fit.
         """
         wanted: defaultdict[PeerId, list[int]] = defaultdict(list)
-        for row in [] if self.lengths_are_guesses else self._rows:
-            for peer in {hop.hop.peer for hop in row.hops}:
-                wanted[peer].append(row.terms.max_length)
+        rows = [({hop.hop.peer for hop in row.hops}, row.terms.max_length) for row in self._rows]
+        for peers, own_length in [] if self.lengths_are_guesses else [*rows, *self._opening]:
+            for peer in peers:
+                wanted[peer].append(own_length)
         refused: dict[PeerId, PeerError] = {}
         for each in announcements:
             lengths = wanted.get(each.peer, [])

@@ -43,3 +43,11 @@ def test_rows_fit_a_server_by_its_pages(page: int, fit: int) -> None:
     assert set(rows.too_small(servers, 50)) == {"a"}, "no row is at the other one"
     rows.lengths_are_guesses = True
     assert not rows.too_small(servers, 50)
+
+
+def test_a_row_that_is_being_opened_counts_until_it_is_open_or_not() -> None:
+    rows, servers = Rows(), [announced("a", 100, 1)]
+    with rows.opening((Hop(PeerId("a"), SPAN),), 50):
+        assert not rows.too_small(servers, 50)
+        assert set(rows.too_small(servers, 51)) == {"a"}
+    assert not rows.too_small(servers, 51)
