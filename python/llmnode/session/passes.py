@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import trio
@@ -61,7 +62,9 @@ MOST_ADAPTER_BYTES = 32 << 20
 """Gradients for an adapter in one answer, unless one block has more: servers allow this much."""
 _NAN = struct.pack("<f", float("nan"))
 AT_ONCE = 4
-"""Microbatches that are under way together. A server takes this number of passes over one link."""
+"""Microbatches that one server has together. It takes this number of passes over one link."""
+MOST_UNDER_WAY = 64
+"""Microbatches that are under way through all hops, or wait for a turn at the next one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +137,8 @@ class SwarmPasses:
         self._form = HiddenForm(finder.model.hidden_size, codec)
         self._priority = priority
         self._patience = PassPatience(finder.policy.passes)
-        self._slots = trio.CapacityLimiter(AT_ONCE)
+        self._under_way = trio.CapacityLimiter(MOST_UNDER_WAY)
+        self._turns: WeakKeyDictionary[PeerConnection, trio.CapacityLimiter] = WeakKeyDictionary()
         self.checks = PassChecks(finder, codec)
 
     async def outputs(
@@ -232,7 +236,7 @@ class SwarmPasses:
 
     async def _all(self, calls: Sequence[Callable[[], Awaitable[None]]]) -> None:
         async def run(call: Callable[[], Awaitable[None]]) -> None:
-            async with self._slots:
+            async with self._under_way:
                 await call()
 
         with single_error():
@@ -247,12 +251,13 @@ class SwarmPasses:
         start, end = batch.span.start, batch.span.end
         while start < end:
             blocks, connection = await tries.next_hop(batch.first_of(Span(start, end)))
-            began_s = trio.current_time()
-            try:
-                answer = await self._checked(FrameType.EVALUATE, blocks, batch, [hidden], connection, tries)
-            except PeerError as error:
-                tries.failed(error.blame(connection.peer), trio.current_time() - began_s)
-                continue
+            async with self._turn(connection):
+                began_s = trio.current_time()
+                try:
+                    answer = await self._checked(FrameType.EVALUATE, blocks, batch, [hidden], connection, tries)
+                except PeerError as error:
+                    tries.failed(error.blame(connection.peer), trio.current_time() - began_s)
+                    continue
             tries.worked()
             borders.append((blocks, hidden))
             hidden, start = answer.rows, blocks.end
@@ -270,23 +275,28 @@ class SwarmPasses:
         while borders:
             span, hidden = borders.pop()
             blocks, connection = await tries.next_hop(span)
-            began_s = trio.current_time()
-            try:
-                if blocks != span:  # nobody holds all of these blocks any more
-                    answer = await self._checked(FrameType.EVALUATE, blocks, batch, [hidden], connection, tries)
-                    borders += [(blocks, hidden), (Span(blocks.end, span.end), answer.rows)]
-                else:
-                    given = [hidden, gradient]
-                    answer = await self._checked(FrameType.BACKWARD, span, batch, given, connection, tries)
-                    gradient, answers[span.start] = answer.rows, answer
-            except PeerError as error:
-                if isinstance(error, PeerRefused) and error.code == RefusalCode.OVERFLOW:
-                    return None
-                borders.append((span, hidden))
-                tries.failed(error.blame(connection.peer), trio.current_time() - began_s)
-            else:
-                tries.worked()
+            async with self._turn(connection):
+                began_s = trio.current_time()
+                try:
+                    if blocks != span:  # nobody holds all of these blocks any more
+                        answer = await self._checked(FrameType.EVALUATE, blocks, batch, [hidden], connection, tries)
+                        borders += [(blocks, hidden), (Span(blocks.end, span.end), answer.rows)]
+                    else:
+                        given = [hidden, gradient]
+                        answer = await self._checked(FrameType.BACKWARD, span, batch, given, connection, tries)
+                        gradient, answers[span.start] = answer.rows, answer
+                except PeerError as error:
+                    if isinstance(error, PeerRefused) and error.code == RefusalCode.OVERFLOW:
+                        return None
+                    borders.append((span, hidden))
+                    tries.failed(error.blame(connection.peer), trio.current_time() - began_s)
+                    continue
+            tries.worked()
         return gradient, answers
+
+    def _turn(self, connection: PeerConnection) -> trio.CapacityLimiter:
+        """To have a server do a pass: the others wait here, and not there."""
+        return self._turns.setdefault(connection, trio.CapacityLimiter(AT_ONCE))
 
     async def _checked(
         self,
