@@ -150,6 +150,21 @@ async def test_all_servers_of_a_way_have_microbatches_at_the_same_time(monkeypat
 
 
 @simulated
+async def test_a_server_that_takes_fewer_at_a_time_gets_fewer_and_has_not_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A pass of a wide model takes most of the memory that one peer may have."""
+    monkeypatch.setattr(passes, "MOST_POSITIONS", 1)
+    async with open_world(serve_policy=ServePolicy(passes_per_link=1)) as swarm:
+        await swarm.start("whole", ALL_BLOCKS)
+        async with swarm.client() as (router, _):
+            client, began_s = SwarmPasses(router.finder, Codec.RAW), trio.current_time()
+            await there_and_back(client, 1, [1] * 20)
+            assert trio.current_time() - began_s < 6.0, "20 forwards and backwards, one after the other"
+            nothing_is_left(swarm)
+
+
+@simulated
 async def test_deep_prompts_that_are_large_go_in_several_parts_and_larger_ones_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -256,7 +256,8 @@ class SwarmPasses:
                 try:
                     answer = await self._checked(FrameType.EVALUATE, blocks, batch, [hidden], connection, tries)
                 except PeerError as error:
-                    tries.failed(error.blame(connection.peer), trio.current_time() - began_s)
+                    if not self._has_fewer_turns(connection, error):
+                        tries.failed(error.blame(connection.peer), trio.current_time() - began_s)
                     continue
             tries.worked()
             borders.append((blocks, hidden))
@@ -289,7 +290,8 @@ class SwarmPasses:
                     if isinstance(error, PeerRefused) and error.code == RefusalCode.OVERFLOW:
                         return None
                     borders.append((span, hidden))
-                    tries.failed(error.blame(connection.peer), trio.current_time() - began_s)
+                    if not self._has_fewer_turns(connection, error):
+                        tries.failed(error.blame(connection.peer), trio.current_time() - began_s)
                     continue
             tries.worked()
         return gradient, answers
@@ -297,6 +299,15 @@ class SwarmPasses:
     def _turn(self, connection: PeerConnection) -> trio.CapacityLimiter:
         """To have a server do a pass: the others wait here, and not there."""
         return self._turns.setdefault(connection, trio.CapacityLimiter(AT_ONCE))
+
+    def _has_fewer_turns(self, connection: PeerConnection, error: PeerError) -> bool:
+        """Whether a server has no memory for a pass beside others of ours: then it gets fewer of them from now on."""
+        turn = self._turn(connection)
+        is_full = isinstance(error, PeerRefused) and error.code == RefusalCode.BUSY and error.retry_after_s is not None
+        if not is_full or turn.borrowed_tokens < 2:
+            return False
+        turn.total_tokens = max(1, min(int(turn.total_tokens), turn.borrowed_tokens) - 1)
+        return True
 
     async def _checked(
         self,
