@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from llmnode.client.generate import run_blocks
+from llmnode.core.model import FP32_BYTES
 from llmnode.core.texts.shared_prefix import shared_beginnings
 from llmnode.errors import single_error
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 POSITIONS_PER_HOP = 1024
 """Positions of a batch that are under way at a time, for each hop: one chunk that the hop computes, and one that waits.
 With more, the last of many long rows would only wait in a server's memory, until its step counts as lost."""
+BYTES_PER_HOP = 16 << 20
+"""Their hidden states in fp32 have at most this many bytes: those of wide models fill a server's memory for steps."""
 
 
 async def run_rows(
@@ -32,9 +35,8 @@ async def run_rows(
     Raises SessionLost.
     """
     outputs: list[torch.Tensor | None] = [None] * len(sessions)
-    longest = max((len(states) for states in hidden if states is not None), default=1)
-    positions = POSITIONS_PER_HOP * max(len(session.route) for session in sessions)
-    under_way = trio.CapacityLimiter(max(1, positions // longest))
+    hops = max(len(session.route) for session in sessions)
+    under_way = trio.CapacityLimiter(_under_way([states for states in hidden if states is not None], hops))
 
     async def run_row(row: int, states: torch.Tensor) -> None:
         async with under_way:
@@ -46,6 +48,15 @@ async def run_rows(
                 if states is not None:
                     nursery.start_soon(run_row, row, states)
     return outputs
+
+
+def _under_way(hidden: Sequence[torch.Tensor], hops: int) -> int:
+    """The number of rows that go through a route of this many `hops` at a time."""
+    longest = max(hidden, key=len, default=None)
+    if longest is None:
+        return 1
+    positions = min(POSITIONS_PER_HOP, BYTES_PER_HOP // (FP32_BYTES * longest.shape[1]))
+    return max(1, hops * positions // len(longest))
 
 
 async def truncate_rows(sessions: Sequence[InferenceSession], positions: Sequence[int]) -> None:
