@@ -49,14 +49,14 @@ class PushRight:
 
         If the link of the next hop has not taken the last question in time, `get` alone tries again.
         """
-        if not self._is_slow:
+        if not self._is_slow and not self._is_asked(epoch, size_bytes):
             with trio.move_on_after(self._patience_s):
                 await self._ask(epoch, size_bytes)
 
     async def get(self, epoch: Epoch, size_bytes: int) -> bool:
         """Whether a push of this size may be made now. Then it counts."""
-        with trio.move_on_after(self._patience_s):
-            if self._way is not self.connection.best or self._allows(epoch, size_bytes) is None:
+        if self._way is not self.connection.best or self._allows(epoch, size_bytes) is None:
+            with trio.move_on_after(self._patience_s):
                 await self._ask(epoch, size_bytes)
                 while self._allows(epoch, size_bytes) is None:
                     await self._news.wait()
@@ -77,14 +77,24 @@ class PushRight:
         """Ask for the right, unless it is there or asked for already."""
         if self._way is not None and self._way is not self.connection.best:
             self._leave()
-        limit_bytes = size_bytes + (self._credit.sent_bytes if epoch == self._credit.epoch else 0)
-        is_known = not self._is_needed or self._is_refused or self._credit.allows(epoch, size_bytes) is not None
-        if self._way is not None and (is_known or (epoch, limit_bytes) <= self._asked):
+        if self._is_asked(epoch, size_bytes):
             return
         if self._way is None:
             self._way = self.connection.best
             self._way.listen(self.session, self._hear, self._wake)
-        await self._say_wanted(epoch, limit_bytes)
+        await self._say_wanted(epoch, self._limit_bytes(epoch, size_bytes))
+
+    def _is_asked(self, epoch: Epoch, size_bytes: int) -> bool:
+        """Whether the right is there, or asked for, over the best connection."""
+        if self._way is None or self._way is not self.connection.best:
+            return False
+        if not self._is_needed or self._is_refused or self._credit.allows(epoch, size_bytes) is not None:
+            return True
+        return (epoch, self._limit_bytes(epoch, size_bytes)) <= self._asked
+
+    def _limit_bytes(self, epoch: Epoch, size_bytes: int) -> int:
+        """The limit that a further push of this size needs."""
+        return size_bytes + (self._credit.sent_bytes if epoch == self._credit.epoch else 0)
 
     async def _say_wanted(self, epoch: Epoch, limit_bytes: int) -> None:
         """Tell the next hop. If that is cancelled, since its link takes nothing, it is told again at the next step."""

@@ -77,6 +77,7 @@ class Scope:
     __slots__ = (
         "_children",
         "_limits",
+        "_outside",
         "_parent",
         "_shared",
         "_watchers",
@@ -104,6 +105,7 @@ class Scope:
         self.is_shared = False
         """It is closed with the last scope within it."""
         self._parent = parent
+        self._outside: tuple[Scope, ...] = () if parent is None else parent.around
         self._limits = limits
         self._children: dict[Scope, None] = {}
         self._shared: dict[str, Scope] = {}
@@ -113,12 +115,9 @@ class Scope:
         return f"<{self.kind.value} {self.name}>"
 
     @property
-    def around(self) -> Iterator[Scope]:
+    def around(self) -> tuple[Scope, ...]:
         """The scope itself, and those that contain it, from the narrowest to the widest."""
-        scope: Scope | None = self
-        while scope is not None:
-            yield scope
-            scope = scope._parent
+        return self, *self._outside
 
     def of_kind(self, kind: Kind) -> Scope | None:
         """The scope of this kind that contains this one."""
@@ -153,11 +152,12 @@ class Scope:
         """Take `amount` here and in all scopes around, or nothing. Returns the scope that is full, None if none is."""
         if amount < 0:
             raise LocalProtocolError(f"a reservation of {amount} {resource.value}")
-        for scope in self.around:
+        around = self.around
+        for scope in around:
             limit = scope._limits.get(resource)
             if scope.is_closed or (limit is not None and scope.held[resource] + amount > limit):
                 return scope
-        for scope in self.around:
+        for scope in around:
             scope.held[resource] += amount
         return None
 
@@ -167,18 +167,17 @@ class Scope:
             return
         if not 0 <= amount <= self.held[resource]:
             raise LocalProtocolError(f"{self!r} gives back {amount} {resource.value}, and holds {self.held[resource]}")
-        for scope in self.around:
+        around = self.around
+        for scope in around:
             scope.held[resource] -= amount
-        scope._note_release()
+        around[-1]._note_release()
 
     def watch(self, note: Callable[[], None]) -> None:
         """Have `note` called once, when something of the process has been given back. It returns at once."""
-        *_, widest = self.around
-        widest._watchers[note] = None
+        self.around[-1]._watchers[note] = None
 
     def unwatch(self, note: Callable[[], None]) -> None:
-        *_, widest = self.around
-        widest._watchers.pop(note, None)
+        self.around[-1]._watchers.pop(note, None)
 
     def take(self, resource: Resource, amount: int) -> bool:
         """Reserve, and evict others for it if that is fair. False if the asker goes without."""
@@ -234,7 +233,7 @@ class Scope:
             return
         for scope in parent.around:
             scope.held.subtract(held)
-        scope._note_release()
+        parent.around[-1]._note_release()
         parent._children.pop(self, None)
         if parent._shared.get(self.name) is self:
             del parent._shared[self.name]

@@ -138,14 +138,15 @@ class Libp2pLink:
 
     async def send(self, frame: Frame) -> None:
         await trio.lowlevel.checkpoint_if_cancelled()
-        if not self.has_ended and not self._charge(frame.size_bytes):
-            await self._wait_for_memory(frame.size_bytes)
+        size_bytes = frame.size_bytes
+        if not self.has_ended and not self._charge(size_bytes):
+            await self._wait_for_memory(size_bytes)
         if self._is_full:
-            await self._wait_for_space(frame.size_bytes)
+            await self._wait_for_space(size_bytes)
         if self.has_ended:
             raise self._end_reason()
         self._put(frame)
-        await self._stream.let_others_run(frame.size_bytes)
+        await self._stream.let_others_run(size_bytes)
 
     async def receive(self) -> Frame:
         try:

@@ -48,8 +48,9 @@ class Outbox:
         return len(self._small) + len(self._large)
 
     def add(self, frame: Frame) -> None:
-        self.size_bytes += frame.size_bytes
-        if frame.size_bytes <= self._policy.piece_bytes and _order(frame) not in self._behind:
+        size_bytes = frame.size_bytes
+        self.size_bytes += size_bytes
+        if size_bytes <= self._policy.piece_bytes and _order(frame) not in self._behind:
             self._small.append(frame)
         else:
             self._large.append(frame)
@@ -75,7 +76,8 @@ class Outbox:
         queue = int(not (self._small and self._small[0] is frame))
         (self._small, self._large)[queue][0] = crossing
         self._is_prepared[queue] = True
-        self.size_bytes += crossing.size_bytes - frame.size_bytes
+        if crossing is not frame:
+            self.size_bytes += crossing.size_bytes - frame.size_bytes
 
     def take(self) -> bytes | None:
         """The bytes to write next, until they are written: a whole frame or a piece of one. None if nothing waits.
@@ -85,8 +87,9 @@ class Outbox:
         if self._is_small_next:
             frame = self._small.popleft()
             self._is_prepared[0] = False
-            self.size_bytes -= frame.size_bytes
-            self._passed_bytes += frame.size_bytes
+            size_bytes = frame.size_bytes
+            self.size_bytes -= size_bytes
+            self._passed_bytes += size_bytes
             self._gentle_bytes = GENTLE_BYTES
             return encode(frame, self._policy)
         if not self._large:
