@@ -67,6 +67,7 @@ BENCHES = {
     "spot-tolerance": Bench("spot_tolerance", "how far honest peers are apart, and how far a fake"),
     "swarm": Bench("swarm", "generation through 1, 2 and 3 servers against transformers in one process"),
     "table1": Bench("table1.table1", "the Petals paper's table of speeds when stages fail"),
+    "table2": Bench("table2.table2", "the Petals paper's table of slow networks, as shares of the physical limit"),
     "token-loop": Bench("token_loop", "the client's token loop against transformers' generate, through a swarm"),
     "training": Bench("training.training", "clients that train LoRA through two servers, against one process"),
     "transformers-tests": Bench("transformers_tests", "transformers' own tests of generate, against a swarm"),

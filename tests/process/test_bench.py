@@ -182,6 +182,30 @@ def test_table1_is_exact_whatever_fails_and_counts_what_was_drawn() -> None:
     assert report["environment"]["choices"] > 300
 
 
+@pytest.mark.daily
+def test_table2_is_within_the_limit_of_its_links_and_of_what_servers_are_charged() -> None:
+    command = [*BENCH, "table2", "--thin", "--repeats", "1", "--tokens", "4", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    one_form = [
+        ("steps at 128", 1), ("steps at 128", 2), ("forward of rows: 2", 1), ("training forward of rows: 2", 1),
+    ]  # fmt: skip
+    assert [(row["what"], row["clients"]) for row in report["rows"]] == 2 * one_form
+    real, charged = report["rows"][: len(one_form)], report["rows"][len(one_form) :]
+    assert {row["form"] for row in real} == {"SmolLM2-135M"}
+    for row in report["rows"]:
+        assert 0 < row["a second"]["median"] <= row["limit"]["median"], "a link has a way round its proxy"
+        assert row["CPU ms: proxies"]["median"] > 0
+    # Three ways of 50 ms through two servers, each of which has five of BLOOM's 70 blocks. A step takes its all 741 ms.
+    least_s = 3 * 0.05 + 10 / 70 / 1.35
+    assert least_s < 1 / charged[0]["limit"]["median"] < 1.1 * least_s
+    assert charged[0]["of the limit"]["median"] > 0.5
+    assert real[0]["CPU ms: blocks"]["median"] > 0 == charged[0]["CPU ms: blocks"]["median"]
+    at_most = report["aims"][-1]
+    assert at_most["name"] == "of the limit, at most" and at_most["holds"]
+
+
 def test_forwarding_compares_direct_with_relayed_steps_over_links_of_a_known_delay() -> None:
     command = [*LLMNODE, "bench", "forwarding", "--thin", "--repeats", "1", "--tokens", "4", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)

@@ -40,6 +40,8 @@ class Options(argparse.Namespace):
     checkout: Path
     keyword: str
     sdist: Path | None
+    form: str | None
+    servers: int | None
 
 
 def count(least: int = 1, most: int = MOST) -> Callable[[str], int]:

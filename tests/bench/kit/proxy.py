@@ -14,13 +14,14 @@ import socket
 import struct
 import subprocess
 import sys
-import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import trio
 
 from bench.kit.child import as_program
+from bench.kit.cpu import cpu_s
+from bench.kit.precise_clock import PreciseClock
 from llmnode.node.processes import ServerDied
 
 if TYPE_CHECKING:
@@ -37,7 +38,22 @@ QUEUE_S = 0.02
 NARROW_BUFFER_BYTES = 1 << 16
 """The bytes that the kernel takes for us beyond that."""
 
-CLOCK_GRAIN_S = 0.001
+
+@dataclass(slots=True)
+class Lateness:
+    """The proxy's own error: chunks that have left it, and for how long after they were due, in seconds."""
+
+    chunks: int = 0
+    sum_s: float = 0.0
+    most_s: float = 0.0
+
+    def note(self, late_s: float) -> None:
+        self.chunks += 1
+        self.sum_s += late_s
+        self.most_s = max(self.most_s, late_s)
+
+    def __add__(self, other: Lateness) -> Lateness:
+        return Lateness(self.chunks + other.chunks, self.sum_s + other.sum_s, max(self.most_s, other.most_s))
 
 
 class Shape:
@@ -47,6 +63,7 @@ class Shape:
         self.one_way_s = one_way_s
         self.bytes_per_s = bytes_per_s
         """The bandwidth of each direction of each connection."""
+        self.lateness = Lateness()
         self._open = trio.Event()
         self._open.set()
 
@@ -89,6 +106,7 @@ async def _carry(source: trio.abc.ReceiveStream, sink: trio.abc.HalfCloseableStr
         nursery.start_soon(_take_in, source, entrance, shape)
         async for due_s, data in exit_:
             await trio.sleep_until(due_s)
+            shape.lateness.note(trio.current_time() - due_s)
             await shape.until_open()
             if data is None:
                 return False
@@ -177,19 +195,6 @@ def _broken_unless_ended(stream: trio.SocketStream) -> Iterator[_End]:
         stream.socket.close()
 
 
-class PreciseClock(trio.abc.Clock):
-    """Polls take whole milliseconds, so trio's sleeps end up to one too late. This clock spins through the last one."""
-
-    def start_clock(self) -> None:
-        pass
-
-    def current_time(self) -> float:
-        return time.perf_counter()
-
-    def deadline_to_sleep_time(self, deadline: float) -> float:
-        return max(0.0, deadline - self.current_time() - CLOCK_GRAIN_S)
-
-
 # The process, and its side in the benchmark
 
 
@@ -200,6 +205,11 @@ class Proxies:
         self._process = process
         self.addresses: Sequence[Address] = [("127.0.0.1", port) for port in self._answer()["ports"]]
 
+    @property
+    def cpu_s(self) -> float:
+        """The CPU time that they have taken."""
+        return cpu_s(self._process.pid)
+
     def aim(self, index: int, target: Address) -> None:
         """From now on the proxy's connections go to `target`."""
         self._order(index, target=target)
@@ -208,6 +218,11 @@ class Proxies:
         """Set the delay and bandwidth of all proxies, or of one."""
         for index in range(len(self.addresses)) if only is None else (only,):
             self._order(index, one_way_s=one_way_s, bytes_per_s=bytes_per_s)
+
+    def lateness(self) -> Lateness:
+        """That of all proxies together, since it was last asked for."""
+        each = (Lateness(**self._order(index, forget=True)["lateness"]) for index in range(len(self.addresses)))
+        return sum(each, Lateness())
 
     def cut(self, index: int) -> None:
         """See `Shape`."""
@@ -254,10 +269,11 @@ def open_proxies(count: int) -> Iterator[Proxies]:
             process.kill()
 
 
-async def _main(count: int) -> None:
+async def _main(count: int, clock: PreciseClock) -> None:
     """The child process: reads orders, prints answers."""
     proxies = [ShapingProxy() for _ in range(count)]
     async with trio.open_nursery() as nursery:
+        nursery.start_soon(clock.keep_waking)
         ports = [await nursery.start(proxy.run) for proxy in proxies]
         print(json.dumps({"ports": ports}), flush=True)
         rest = b""
@@ -275,8 +291,12 @@ def _obey(proxy: ShapingProxy, order: dict[str, Any]) -> dict[str, Any]:  # Any:
     proxy.shape.bytes_per_s = order.get("bytes_per_s", proxy.shape.bytes_per_s)
     if "cut" in order:
         (proxy.shape.cut if order["cut"] else proxy.shape.heal)()
-    return {"broken": proxy.reset() if order.get("reset") else 0}
+    lateness = asdict(proxy.shape.lateness)
+    if order.get("forget"):
+        proxy.shape.lateness = Lateness()
+    return {"broken": proxy.reset() if order.get("reset") else 0, "lateness": lateness}
 
 
 if __name__ == "__main__":
-    trio.run(_main, int(sys.argv[1]), clock=PreciseClock())
+    precise = PreciseClock()
+    trio.run(_main, int(sys.argv[1]), precise, clock=precise)

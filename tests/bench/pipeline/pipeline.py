@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import statistics
 import sys
-import time
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pydoc_data.topics import topics
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
-import torch
 import trio
 
 from bench.kit.child import as_program
 from bench.kit.drawing import axes_in
 from bench.kit.options import add_plot, add_repeats, add_thin, add_threads, add_tokens
 from bench.kit.report import Aim, Report, Row, Series, at_least, rounds
+from bench.kit.timed_ends import TimedEnds
 from llmnode.client.connect import aconnect, load_parts
 from llmnode.client.generate import Generation
 from llmnode.core.policy import LinkPolicy
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
 
     from bench.kit.options import Options
     from llmnode.client.connect import Client, ClientParts
-    from llmnode.models.load import Ends
     from llmnode.swarm.peer_connection import PeerConnection
 
 PROMPT_TOKENS = 24
@@ -85,30 +83,6 @@ class _Variant:
         return f"{nodes}: {'one text after another' if self.at_once == 1 else f'{self.at_once} texts at once'}"
 
 
-class TimedEnds:
-    """`Ends` that count the time for which they have computed."""
-
-    def __init__(self, ends: Ends) -> None:
-        self._ends = ends
-        self.busy_s = 0.0
-
-    @property
-    def vocabulary(self) -> int:
-        return self._ends.vocabulary
-
-    def embed(self, token_ids: list[int], start: int) -> torch.Tensor:
-        began_s = time.perf_counter()
-        hidden = self._ends.embed(token_ids, start)
-        self.busy_s += time.perf_counter() - began_s
-        return hidden
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        began_s = time.perf_counter()
-        scores = self._ends.logits(hidden)
-        self.busy_s += time.perf_counter() - began_s
-        return scores
-
-
 def add(parser: argparse.ArgumentParser) -> None:
     add_repeats(parser)
     add_tokens(parser, 24)
@@ -122,7 +96,7 @@ async def run(options: Options) -> Report:
     ends = TimedEnds(parts.ends)
     with single_error():
         async with AsyncExitStack() as stack:
-            variants = await _variants(options, replace(parts, ends=cast("Ends", ends)), stack)
+            variants = await _variants(options, ends.within(parts), stack)
             await _measure(options, variants, ends, _prompts(parts))
     if options.plot is not None:
         plot(variants, options.plot)

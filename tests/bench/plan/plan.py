@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import trio
 from multiaddr import Multiaddr
 
-from bench.kit.child import TESTS
+from bench.kit.child import as_program
 from bench.kit.options import add_repeats, add_thin, add_tokens
 from bench.kit.proxy import open_proxies
 from bench.kit.report import Aim, Report, Row, Series, at_most, exactly
@@ -159,9 +159,7 @@ async def _start_some(
 
 
 def _program(block_us: int) -> tuple[str, ...]:
-    run_it = "runpy.run_module('bench.plan.paced', run_name='__main__', alter_sys=True)"
-    setting = f"os.environ[{VARIABLE!r}] = {str(block_us)!r}"
-    return "-c", f"import os, runpy, sys; {setting}; sys.path.insert(0, {str(TESTS)!r}); {run_it}"
+    return as_program("bench.plan.paced", **{VARIABLE: str(block_us)})
 
 
 class _Rig:

@@ -1,0 +1,1 @@
+"""Table 2 of the Petals paper: a swarm on slow networks, against the physical limit."""
