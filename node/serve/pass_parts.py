@@ -45,8 +45,11 @@ class PassParts:
         adapter: AdapterInUse | None,
         *,
         trains_adapter: bool,
+        number: int,
     ) -> None:
-        """Without `trains_adapter` the client wants no gradients for the numbers of the adapter."""
+        """Without `trains_adapter` the client wants no gradients for the numbers of the adapter. `number` is that of
+        the pass among those of its link.
+        """
         self.prompts: DeepPrompts = NO_PROMPTS
         """Those of the whole pass. To be set before anything is computed."""
         self._of_prompts: np.ndarray | None = None
@@ -61,7 +64,7 @@ class PassParts:
         self.compute_us = 0
         self._worker = served.worker
         self._account = client.peer, priority, None if adapter is None else adapter.digest
-        self._group = client.group
+        self._group, self._number = client.group, number
         self._kept_bytes = len(span) * served.model.row_bytes
         """A backward keeps this for each position that goes together."""
         self._groups = grouped(lengths, min(self._worker.pass_positions, _KEPT_BYTES // self._kept_bytes))
@@ -132,7 +135,8 @@ class PassParts:
             values = 0 if self._adapter is None else self._adapter.manifest.values(blocks)
             prompts = self._prompts(blocks, rows)
             more = values, self._waited_s, prompts
-            backward = Backward(blocks, lengths, hidden, gradient, *self._account, *more, group=self._group)
+            whose = self._group, self._number
+            backward = Backward(blocks, lengths, hidden, gradient, *self._account, *more, *whose)
             found = memoryview(await self._do(backward))
             gradient_bytes = memoryview(gradient).nbytes
             trained = gradient_bytes + FP32_BYTES * values
@@ -143,7 +147,7 @@ class PassParts:
 
     def _evaluate(self, blocks: Span, lengths: tuple[int, ...], rows: tuple[int, int], hidden: Buffer) -> Evaluate:
         more = self._waited_s, self._prompts(blocks, rows)
-        return Evaluate(blocks, lengths, hidden, *self._account, *more, group=self._group)
+        return Evaluate(blocks, lengths, hidden, *self._account, *more, self._group, self._number)
 
     def _prompts(self, blocks: Span, rows: tuple[int, int]) -> DeepPrompts:
         own = self.prompts.of_blocks(blocks.start - self.span.start, blocks.end - self.span.start)

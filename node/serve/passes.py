@@ -5,6 +5,7 @@ See Petals, section 3.3. The worker computes a pass in parts (`pass_parts.py`).
 
 from __future__ import annotations
 
+import itertools
 import logging
 from contextlib import ExitStack
 from math import inf
@@ -54,6 +55,7 @@ class LinkPasses:
         self._client = client
         self._served_for = served_for
         self._count = count
+        self._numbers = itertools.count()
 
     def begin(self, frame: Frame) -> None:
         """Compute a pass and answer it, in a task. Raises RemoteProtocolError or PeerRefused for what cannot be."""
@@ -74,7 +76,8 @@ class LinkPasses:
             if (adapter := served.use(request.adapter, span)) is not None:
                 refused.callback(adapter.release)
             trains = not _is_frozen(request)
-            parts = PassParts(served, span, request.lengths, self._client, priority, adapter, trains_adapter=trains)
+            whose = self._client, priority, adapter
+            parts = PassParts(served, span, request.lengths, *whose, trains_adapter=trains, number=next(self._numbers))
             work_bytes = form.work_bytes(positions) * (1 + _halves(frame))
             # Prompts are held as they came, and by part; their gradients as they come, summed, and in the answer.
             work_bytes += prompts.size_bytes * (5 if frame.type is FrameType.BACKWARD else 2)

@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ from llmnode.core.span import Span
 from llmnode.errors import ConfigError, NoRoute, PeerRefused, SessionLost
 from llmnode.session import passes
 from llmnode.session.passes import SwarmPasses
-from llmnode.testing import Cast, FaultPlan, Odds, exact_output, open_world, seeds
+from llmnode.testing import Cast, Conditions, FaultPlan, Odds, exact_output, open_world, seeds
 from llmnode.testing.exact_blocks import exact_gradient, exact_input, exact_prompt_gradient, exact_prompts
 from llmnode.testing.faults import FailForwards, Freeze, Kill, Stop
 from llmnode.testing.worker import ExactExecutor
@@ -162,6 +162,40 @@ async def test_a_server_that_takes_fewer_at_a_time_gets_fewer_and_has_not_failed
             await there_and_back(client, 1, [1] * 20)
             assert trio.current_time() - began_s < 6.0, "20 forwards and backwards, one after the other"
             nothing_is_left(swarm)
+
+
+@simulated
+async def test_a_batch_keeps_two_servers_busy_most_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes a time for each position and block."""
+    lengths, position_s, blocks = [128] * 16, 1e-3, 3
+    async with world(conditions=Conditions(delay_s=0.001)) as swarm:
+        for name, span in (("a", Span(0, blocks)), ("b", Span(blocks, 2 * blocks))):
+            node = await swarm.start(name, span)
+            _take_time(node.worker, position_s, monkeypatch)
+        async with swarm.client() as (router, _):
+            client = SwarmPasses(router.finder, Codec.RAW)
+            await client.outputs(ALL_BLOCKS, [1], drawn(1, 1))
+
+            async def busy_share() -> float:
+                """The share of the time of a forward that each server computes."""
+                since_s, hidden = trio.current_time(), drawn(2, sum(lengths))
+                await client.outputs(ALL_BLOCKS, lengths, hidden)
+                return sum(lengths) * position_s * blocks / (trio.current_time() - since_s)
+
+            assert await busy_share() > 0.8
+            monkeypatch.setattr(passes, "microbatch_positions", lambda *_sizes: 1024)
+            assert await busy_share() < 0.7, "in two parts, each server waits for a third of the time"
+
+
+def _take_time(worker: Any, position_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have each batch of passes take this time for each position and block."""
+    run = worker._run
+
+    async def run_slowly(work: Any) -> Any:
+        worker.slower_by_s = position_s * sum(each.positions * len(each.span) for each in work.passes) - FORWARD_S
+        return await run(work)
+
+    monkeypatch.setattr(worker, "_run", run_slowly)
 
 
 @simulated

@@ -225,6 +225,8 @@ class Evaluate(Operation[Computed]):
     """Those of the blocks of `span`."""
     group: str = ""
     """The client's address group, as in `Open`."""
+    number: int = 0
+    """Of the passes of a client the one with the least number goes first, with all of its parts."""
 
     @property
     def positions(self) -> int:
@@ -252,6 +254,7 @@ class Backward(Operation[Computed]):
     waited_s: float = 0.0
     prompts: DeepPrompts = NO_PROMPTS
     group: str = ""
+    number: int = 0
 
     @property
     def positions(self) -> int:

@@ -11,6 +11,22 @@ if TYPE_CHECKING:
     from llmnode.core.operations import Buffer
 
 
+MICROBATCHES = 8
+"""A batch is cut into this number of parts, if they are not too small: of N servers in a row, each is then busy in 8 of
+7 + N turns."""
+LEAST_POSITIONS = 256
+"""A server computes a part of fewer positions hardly faster."""
+
+
+def microbatch_positions(positions: int, row_bytes: int, adapter_bytes: int) -> int:
+    """How many of the `positions` of a batch, of `row_bytes` each, go through servers together.
+
+    Each part has an answer with all gradients of the adapter, `adapter_bytes` from all servers together. They are at
+    most twice the bytes of its hidden states.
+    """
+    return max(LEAST_POSITIONS, positions // MICROBATCHES, adapter_bytes // (2 * row_bytes))
+
+
 def grouped(lengths: Sequence[int], most_positions: int, most_sequences: int | None = None) -> list[tuple[int, ...]]:
     """The lengths, in order, in groups that go together. A longer sequence is a group of its own."""
     groups: list[list[int]] = [[]]

@@ -20,7 +20,7 @@ from llmnode.core.model import FP32_BYTES
 from llmnode.core.operations import NO_PROMPTS, DeepPrompts
 from llmnode.core.peers.pass_patience import PassPatience, PassSize
 from llmnode.core.priority import Priority
-from llmnode.core.sequences import grouped, split_rows
+from llmnode.core.sequences import grouped, microbatch_positions, split_rows
 from llmnode.core.serving.pass_queue import BACKWARD_COST
 from llmnode.core.span import Span
 from llmnode.errors import (
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from llmnode.wire.frame import Frame
 
 MOST_POSITIONS = 1024
-"""Positions of a microbatch, unless one sequence has more."""
+"""The most positions of a microbatch, unless one sequence has more."""
 MOST_BYTES = 4 << 20
 """Hidden states of a microbatch, unless one sequence has more: a server keeps some multiples of it."""
 LONGEST_BYTES = 24 << 20
@@ -160,7 +160,9 @@ class SwarmPasses:
         row_bytes = self.model.row_bytes
         if (longest := max(lengths)) * row_bytes > LONGEST_BYTES:
             raise ConfigError(f"{longest} positions in a row: a pass has at most {LONGEST_BYTES // row_bytes}")
-        most_positions = min(MOST_POSITIONS, MOST_BYTES // row_bytes)
+        adapter_bytes = 0 if adapter is None else FP32_BYTES * adapter.manifest.values(span)
+        together = microbatch_positions(sum(lengths), row_bytes, adapter_bytes)
+        most_positions = min(together, MOST_POSITIONS, MOST_BYTES // row_bytes)
         groups = grouped(lengths, most_positions, self._most_sequences(lengths, prompts))
         parts = split_rows(hidden, [sum(group) for group in groups])
         found: list[tuple[Buffer, Crossed] | None] = [None] * len(groups)

@@ -1,5 +1,6 @@
 """The passes that wait for an executor: forwards and backwards without a session, which train.
 
+Clients take turns, and the passes of one client come one after another.
 They are computed in batches of their own: while no forward is ready, and otherwise in turn with batches of forwards.
 Their callers cut them short, since a decode that comes meanwhile waits for the pass.
 """
@@ -69,10 +70,13 @@ class PassQueue:
         if not self._queued:
             return {}
         order = sorted(self._queued, key=lambda ticket: (*self._turn(ticket, now_s), ticket))
+        order.insert(0, self._earliest(order[0]))
         first = self._queued[order[0]]
         chosen: dict[int, Pass] = {}
         positions = 0
         for ticket in order:
+            if ticket in chosen:
+                continue
             each = self._queued[ticket].operation
             is_alike = type(each) is type(first.operation) and each.span == first.operation.span
             if not chosen or (is_alike and positions + each.positions <= self._policy.fast_prefill):
@@ -80,6 +84,19 @@ class PassQueue:
                 positions += each.positions
                 self._counters.charge(self._queued[ticket].client, self._queued[ticket].cost)
         return chosen
+
+    def _earliest(self, ticket: int) -> int:
+        """The next part of the earliest pass of a client, for `ticket`, which is of one of its passes.
+
+        So the next server gets the results of the first one while those of the others are computed here.
+        """
+        whose, priority = self._queued[ticket].client, self._queued[ticket].operation.priority
+        own = (
+            (each.operation.number, number)
+            for number, each in self._queued.items()
+            if each.client == whose and each.operation.priority == priority
+        )
+        return min(own)[1]
 
     def _turn(self, ticket: int, now_s: float) -> tuple[int, tuple[int, int]]:
         queued = self._queued[ticket]

@@ -144,3 +144,24 @@ def test_a_pass_may_take_what_a_prefill_may() -> None:
         scheduler.remove(ticket)
     assert scheduler.pass_s(1.2) == pytest.approx((POLICY.stretch - 1) * 0.040)
     assert scheduler.pass_s(1.2 + POLICY.decoding_s) == POLICY.prefill_s
+
+
+def test_the_passes_of_one_client_come_one_after_another_and_clients_take_turns() -> None:
+    """Each pass has two parts. The second is added when the first is done, behind those that wait."""
+    scheduler = Scheduler(POLICY)
+    passes = {(client, number): 2 for client in (1, 2) for number in (0, 1)}
+    waiting = {
+        scheduler.add(replace(evaluate(client, LONG), number=number), 0.0): (client, number)
+        for client, number in passes
+    }
+    order = []
+    while waiting:
+        (ticket,) = run(scheduler, 0.0).passes
+        client, number = which = waiting.pop(ticket)
+        order.append(which)
+        passes[which] -= 1
+        if passes[which]:
+            waiting[scheduler.add(replace(evaluate(client, LONG), number=number), 0.0)] = which
+    assert [client for client, _ in order] == [1, 2] * 4
+    for client in (1, 2):
+        assert [number for each, number in order if each == client] == [0, 0, 1, 1]
