@@ -226,7 +226,7 @@ class Evaluate(Operation[Computed]):
     group: str = ""
     """The client's address group, as in `Open`."""
     number: int = 0
-    """Of the passes of a client the one with the least number goes first, with all of its parts."""
+    """The pass of a client with the least number goes first, with all of its parts."""
 
     @property
     def positions(self) -> int:
