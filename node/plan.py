@@ -42,6 +42,8 @@ ASKED = 64
 NEAR_S = 0.0005
 """The round trip to a server on this machine."""
 TOKENS_TIMED = 7
+AWAY_S = 0.05
+"""A client waits for servers between two tokens. Meanwhile its cores may sleep, and its caches lose the weights."""
 HALF = 0.5
 
 
@@ -198,6 +200,7 @@ def _time_ends(config: NodeConfig, model: ModelInfo) -> tuple[float, int]:
     folder, precision = open_model(config.model), model.precision
     ends, times = load_ends(folder), list[float]()
     for _ in range(TOKENS_TIMED):
+        time.sleep(AWAY_S)
         began_s = time.perf_counter()
         hidden = ends.embed([0], 0)
         likeliest(ends.logits(hidden))
@@ -238,7 +241,8 @@ def as_json(plan: Plan) -> dict[str, Any]:  # Any: JSON
 
 def swarm_json(swarm: SwarmForecast) -> dict[str, Any]:  # Any: JSON
     """A forecast; its session is null while blocks are missing."""
-    return {"tokens_per_s": swarm.tokens_per_s, "session": swarm.session and _session_json(swarm.session)}
+    session = swarm.session and _session_json(swarm.session)
+    return {"tokens_per_s": swarm.tokens_per_s, "sessions": swarm.sessions, "session": session}
 
 
 def _session_json(session: SessionForecast) -> dict[str, Any]:  # Any: JSON

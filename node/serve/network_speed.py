@@ -46,8 +46,9 @@ async def keep_measuring(
     """Measure now, when it is time, and when other peers may be the next hop, until cancelled. `role` announces it.
 
     Others cause round trips at most by announcing more peers, and no probes. After probes that nobody took, the pause
-    before the next probes doubles. After new peers of which none answers, that before the next new peers does. A round
-    trip that was measured before stays, until there is a newer one, or the peer may not be the next hop any more.
+    before the next probes doubles. After new peers of which none answers, that before the next new peers does. Peers
+    that did not answer are asked again, after a pause that doubles likewise. A round trip that was measured before
+    stays, until there is a newer one, or the peer may not be the next hop any more.
     """
     policy, rng = policy or ProbePolicy(), rng or random.Random()
     probes_at_s, pause_s, soon_s, are_new = -math.inf, policy.soon_s, policy.soon_s, False
@@ -60,14 +61,18 @@ async def keep_measuring(
             probes_at_s = trio.current_time() + pause_s
         former_s = {peer: each for peer, each in (role.network.round_trips_s or {}).items() if peer in nexts}
         round_trips_s = former_s | dict(found.round_trips_s or {})
+        lacks_some = len(round_trips_s) < min(len(nexts), policy.next_peers)
         if len(round_trips_s) > len(former_s):
             soon_s = policy.soon_s
-        elif are_new:
+        elif are_new or lacks_some:
             soon_s = min(2 * soon_s, policy.again_s)
         upload_bytes_per_s = found.upload_bytes_per_s or role.network.upload_bytes_per_s
         if upload_bytes_per_s or round_trips_s:
             role.note_network(NetworkSpeed(upload_bytes_per_s, round_trips_s))
         await trio.sleep(soon_s)
+        if lacks_some:
+            are_new = False
+            continue
         with trio.move_on_at(max(probes_at_s, trio.current_time() + policy.soon_s)) as patience:
             while next_hops(role.model, role.span, swarm).keys() <= nexts.keys() and bool(others_than(swarm)) <= bool(
                 others

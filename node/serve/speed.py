@@ -13,7 +13,7 @@ import trio
 
 from llmnode.core.ids import SESSION_ID_BYTES, SessionId
 from llmnode.core.operations import Close, Forward, Open
-from llmnode.core.speed import ComputeSpeed, seen
+from llmnode.core.speed import PROMPT_POSITIONS, ComputeSpeed, seen
 from llmnode.errors import ConfigError, ModelError, WorkerLost
 
 if TYPE_CHECKING:
@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
 QUICK_STEPS = 9
 QUICK_SHARED_STEPS = 4
-QUICK_PROMPT = 128
-"""A server measures itself by this little before it serves."""
+"""A server measures itself by this little before it serves, and a prompt of `PROMPT_POSITIONS`."""
 PATIENCE_S = 1.5
 """After this time the rest of it is left out: a slow device shows how slow it is in a few steps."""
 STEPS = 16
@@ -103,7 +102,7 @@ async def measure_compute(worker: Worker, model: ModelInfo) -> ComputeSpeed:
     count = _sessions_that_fit(worker, QUICK_SHARED_STEPS)
     if count > 1 and trio.current_time() < began_s + PATIENCE_S:
         shared = await _decode(worker, model, count, QUICK_SHARED_STEPS)
-    prompt = min(QUICK_PROMPT, model.context_tokens, worker.kv_tokens_free)
+    prompt = min(PROMPT_POSITIONS, model.context_tokens, worker.kv_tokens_free)
     if prompt > 1 and trio.current_time() < began_s + 2 * PATIENCE_S:
         prefill = await _prefill(worker, model, prompt)
     return ComputeSpeed(decode, max(decode, shared), max(decode, prefill), count if shared else 1)

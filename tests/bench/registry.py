@@ -62,6 +62,7 @@ BENCHES = {
     "products": Bench("products", "matrix products of a few rows in several forms"),
     "quality": Bench("quality.quality", "tokens and likelihood under lossy codecs, dtypes and weights"),
     "ragged-attention": Bench("ragged_attention", "attention over sequences of unequal length"),
+    "routing": Bench("routing.routing", "the route that a client chooses, against all routes tried one by one"),
     "sampling": Bench("sampling", "choosing a token against transformers' sampling"),
     "soak": Bench("soak.soak", "what servers have open after many sessions over links that break"),
     "spot-tolerance": Bench("spot_tolerance", "how far honest peers are apart, and how far a fake"),

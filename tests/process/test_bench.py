@@ -240,6 +240,20 @@ def test_plan_forecasts_the_route_that_a_session_takes() -> None:
     assert routes["holds"]
 
 
+@pytest.mark.daily
+def test_routing_tries_every_route_and_takes_the_nearer_of_two_equal_servers() -> None:
+    command = [*BENCH, "routing", "--thin", "--tokens", "4", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    row, decisions = report["rows"]
+    assert (row["routes"], row["hops of the best"]) == (2, 2)
+    # Three ways of 2 ms or more, 30 blocks of 1 ms; the other route has two ways of 30 ms more.
+    assert 36 < row["the best, ms"] < row["the median, ms"]
+    assert row["chosen"] == row["chosen after sessions"] == row["beam of 1"] == 1.0
+    assert decisions["a decision, ms"] > decisions["the search, ms"] > 0
+
+
 def test_workers_compares_a_thread_with_a_process_alone_and_under_load() -> None:
     command = [*BENCH, "workers", "--thin", "--repeats", "1", "--tokens", "4", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)

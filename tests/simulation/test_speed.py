@@ -74,6 +74,29 @@ async def test_a_server_that_comes_later_is_measured_soon() -> None:
 
 
 @simulated
+async def test_a_next_hop_that_did_not_answer_is_measured_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may just have started, and be busy. Clients do not know the way to it until then."""
+    asked: list[float] = []
+
+    async def measure_later(connection: PeerConnection, policy: ProbePolicy) -> float:
+        asked.append(trio.current_time())
+        if len(asked) < 3:
+            raise PeerTimeout("as told")
+        return await measure_round_trip(connection, policy)
+
+    monkeypatch.setattr(network_speed, "measure_round_trip", measure_later)
+    async with open_world(conditions=NARROW) as world, trio.open_nursery() as nursery:
+        first, second, _ = await started(world)
+        nursery.start_soon(keep_measuring, first.role, first.swarm, first.network)
+        soon_s = ProbePolicy().soon_s
+        with trio.fail_after(10 * soon_s):
+            while second.peer not in dict(first.role.offer().speed.round_trips_us):  # noqa: ASYNC110
+                await trio.sleep(0.5)
+        assert [round((late - early) / soon_s) for early, late in pairwise(asked)] == [2, 4], "ever later"
+        nursery.cancel_scope.cancel()
+
+
+@simulated
 async def test_peers_that_are_announced_all_the_time_cause_no_more_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     probes: list[int] = []
     answer = links._answer_probe

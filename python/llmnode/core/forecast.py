@@ -11,20 +11,22 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from llmnode.core.many_sessions import BATCH, SharedServer, many_sessions_tokens_per_s
 from llmnode.core.peers.standing import Standing, candidate_of, unmeasured_as_slow
 from llmnode.core.peers.ways import believed_ways
 from llmnode.core.placement.claims import counted
 from llmnode.core.placement.policy import RebalancePolicy
-from llmnode.core.placement.servers import throughput
-from llmnode.core.policy import StandingPolicy
-from llmnode.core.route import Hop, find_route
+from llmnode.core.policy import ClientPolicy, StandingPolicy
+from llmnode.core.route import Hop, find_route, uncovered
+from llmnode.core.speed import PROMPT_POSITIONS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from llmnode.core.announcement import Announcement
+    from llmnode.core.announcement import Announcement, Offer
     from llmnode.core.ids import PeerId
     from llmnode.core.model import ModelInfo
+    from llmnode.core.route import Route
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,8 @@ class SessionForecast:
     hops: tuple[HopForecast, ...]
     back_s: float
     """From the last hop to the client, with the sending of a hidden state."""
+    prompt_back_s: float
+    """The sending of the hidden states of the whole prompt to the client."""
     client_s: float
     open_s: float
     prompt_tokens: int
@@ -94,16 +98,23 @@ class SessionForecast:
 
     @property
     def first_token_s(self) -> float:
-        """From the question to the first token, over connections that are open."""
-        prompt = sum(each.prompt_s + each.prompt_send_s for each in self.hops)
-        return self.open_s + prompt + self.ways_s + self.client_s
+        """From the question to the first token, over connections that are open.
+
+        While one chunk of a long prompt is at a line or a hop, the next one is at that before it.
+        """
+        parts = [part for each in self.hops for part in (each.prompt_send_s, each.prompt_s)] + [self.prompt_back_s]
+        chunks = -(-self.prompt_tokens // ClientPolicy().chunk_tokens)
+        prompt_s = (sum(parts) + (chunks - 1) * max(parts)) / chunks
+        return self.open_s + prompt_s + self.ways_s + self.client_s
 
 
 @dataclass(frozen=True, slots=True)
 class SwarmForecast:
-    """A swarm of servers of one model: tokens/s of many sessions, and one session. None while blocks are missing."""
+    """A swarm of servers of one model, and one session through it. None while blocks are missing."""
 
     tokens_per_s: float
+    """The sum of `sessions` that decode at once, at the client's place."""
+    sessions: int
     session: SessionForecast | None = field(default=None)
 
 
@@ -112,11 +123,32 @@ def forecast(
 ) -> SwarmForecast:
     """The throughput of the `servers`, all of `model` in one precision and online, and a session of `client`.
 
-    The prompt of the session has this number of `prompt_tokens`.
+    It is that of `BATCH` sessions for each server. The prompt of the one session has this number of `prompt_tokens`.
     """
-    offers = [(each.peer, each.offer, 0.0) for each in servers]
-    rate = throughput(model.blocks, counted(offers, RebalancePolicy())) if servers else 0.0
-    return SwarmForecast(rate, forecast_session(model, servers, client, prompt_tokens) if rate > 0 else None)
+    sessions = BATCH * len(servers)
+    if uncovered(model.blocks, [each.offer.span for each in servers]):
+        return SwarmForecast(0.0, sessions)
+    session = forecast_session(model, servers, client, prompt_tokens)
+    rate = many_sessions_tokens_per_s(model.blocks, _shared(servers), sessions, session.step_s - session.compute_s)
+    return SwarmForecast(rate, sessions, session)
+
+
+def _shared(servers: Sequence[Announcement]) -> list[SharedServer]:
+    """Their forwards by what they announce of one session and of `BATCH`, as far as placement believes it.
+
+    Without those that have measured nothing.
+    """
+    placed = {
+        each.peer: each for each in counted([(each.peer, each.offer, 0.0) for each in servers], RebalancePolicy())
+    }
+    found: list[SharedServer] = []
+    for offer, rate in ((each.offer, placed[each.peer].speed) for each in servers):
+        if rate:
+            batch_s = BATCH / rate
+            said_s = offer.block_us * len(offer.span) / 1e6 or 1 / rate
+            alone_s = min(max(said_s, batch_s / BATCH), batch_s)
+            found.append(SharedServer(offer.span, alone_s, (batch_s - alone_s) / (BATCH - 1)))
+    return found
 
 
 def forecast_session(
@@ -126,13 +158,24 @@ def forecast_session(
 
     It begins with a prompt of `prompt_tokens`.
     """
-    row_bytes, trips = model.row_bytes, client.round_trips_s
-    candidates = [candidate_of(each, row_bytes, trips.get(each.peer)) for each in servers]
+    trips = client.round_trips_s
+    candidates = [candidate_of(each, model.row_bytes, trips.get(each.peer)) for each in servers]
     costs = Standing(StandingPolicy()).costs(candidates, 0.0)
-    ways = believed_ways(servers, trips)
     held = [Hop(each.peer, each.offer.span) for each in servers]
-    route = find_route(model.blocks, held, costs, ways)
-    said = {each.peer: each for each in unmeasured_as_slow(candidates)}
+    route = find_route(model.blocks, held, costs, believed_ways(servers, trips))
+    return forecast_route(model, servers, client, prompt_tokens, route)
+
+
+def forecast_route(
+    model: ModelInfo, servers: Sequence[Announcement], client: ClientPlace, prompt_tokens: int, route: Route
+) -> SessionForecast:
+    """The same on a given `route` over some of the `servers`."""
+    row_bytes, trips = model.row_bytes, client.round_trips_s
+    ways = believed_ways(servers, trips)
+    said = {
+        each.peer: each
+        for each in unmeasured_as_slow([candidate_of(each, row_bytes, trips.get(each.peer)) for each in servers])
+    }
     announced = {each.peer: each.offer for each in servers}
     half_s = {hop.peer: (said[hop.peer].round_trip_s or 0.0) / 2 for hop in route}
     hops: list[HopForecast] = []
@@ -142,9 +185,18 @@ def forecast_session(
         way_s = by_client_s if former is None else ways.get((former.peer, hop.peer), by_client_s)
         send_s = upload_s if former is None else said[former.peer].said_upload_s
         compute_s = len(hop.span) * said[hop.peer].said_block_s
-        position_s = announced[hop.peer].speed.prefill_s or said[hop.peer].said_block_s
-        prompt_s = max(compute_s, prompt_tokens * len(hop.span) * position_s)
+        prompt_s = len(hop.span) * _prompt_block_s(announced[hop.peer], said[hop.peer].said_block_s, prompt_tokens)
         hops.append(HopForecast(hop, way_s, send_s, compute_s, prompt_tokens * send_s, prompt_s))
     last = route[-1].peer
     open_s = 2 * max(2 * each for each in half_s.values())  # OPEN, and NEIGHBOURS, at all hops at once
-    return SessionForecast(tuple(hops), half_s[last] + said[last].said_upload_s, client.token_s, open_s, prompt_tokens)
+    back_s = said[last].said_upload_s
+    return SessionForecast(
+        tuple(hops), half_s[last] + back_s, prompt_tokens * back_s, client.token_s, open_s, prompt_tokens
+    )
+
+
+def _prompt_block_s(offer: Offer, block_s: float, prompt_tokens: int) -> float:
+    """The time of a prompt through one block: the fixed cost of a forward, which is that of one token, and the rest."""
+    if not offer.speed.prefill_s:
+        return prompt_tokens * block_s
+    return block_s + prompt_tokens * max(0.0, offer.speed.prefill_s - block_s / PROMPT_POSITIONS)

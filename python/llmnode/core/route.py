@@ -76,23 +76,29 @@ def find_route(
         raise NoRoute(missing)
     cost = [known.get(hop.peer, default) for hop in holders]
     before = _savings(holders, cost, ways)
+    begin: list[list[int]] = [[] for _ in range(blocks)]
+    for index, hop in enumerate(holders):
+        if hop.span.start < blocks:
+            begin[hop.span.start].append(index)
     # The cheapest way through the blocks until now that ends at each holder, and the holder before each block on it.
     best: dict[int, float] = {}
     came_from: list[dict[int, int]] = []
+    holding: list[int] = []
     for block in range(blocks):
-        cheapest = min(best, key=lambda index: best[index]) if best else -1
+        holding = sorted([*(index for index in holding if holders[index].span.end > block), *begin[block]])
+        cheapest = min(best, key=best.__getitem__) if best else -1
         arriving = best[cheapest] if best else 0.0
         reached: dict[int, float] = {}
         origin: dict[int, int] = {}
-        for index, hop in enumerate(holders):
-            if hop.span.start <= block < hop.span.end:
-                fresh, came = arriving + cost[index].hop_s, cheapest
-                for former, saved_s in before.get(index, ()):
-                    if (direct := best.get(former, inf) + cost[index].hop_s - saved_s) < fresh:
-                        fresh, came = direct, former
-                stays = best.get(index, inf) <= fresh
-                reached[index] = (best[index] if stays else fresh) + cost[index].block_s
-                origin[index] = index if stays else came
+        for index in holding:
+            its = cost[index]
+            fresh, came = arriving + its.hop_s, cheapest
+            for former, saved_s in before.get(index, ()):
+                if (direct := best.get(former, inf) + its.hop_s - saved_s) < fresh:
+                    fresh, came = direct, former
+            stays = best.get(index, inf) <= fresh
+            reached[index] = (best[index] if stays else fresh) + its.block_s
+            origin[index] = index if stays else came
         came_from.append(origin)
         best = reached
     index = min(best, key=lambda index: best[index])

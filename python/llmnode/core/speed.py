@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 U32_MAX = 2**32 - 1
 KB = 1000
+PROMPT_POSITIONS = 128
+"""The rate of prompts is that of one of this number of positions. A forward has a fixed cost, too."""
 LEAST_FORWARDS = 64
 """After this many forwards of decodes, what they took replaces what was measured before there were sessions."""
 
@@ -30,7 +32,7 @@ class ComputeSpeed:
     shared_tokens_per_s: float = 0.0
     """The sum of several sessions that decode at once."""
     prefill_tokens_per_s: float = 0.0
-    """Positions of a prompt."""
+    """Positions of a prompt of `PROMPT_POSITIONS` positions, which is alone."""
     shared_sessions: int = 1
     """The number of sessions whose sum that is."""
 
@@ -66,7 +68,7 @@ class ForwardsSeen:
     decode_s: float = 0.0
     """The time of a forward with one decode."""
     prefill_s: float = 0.0
-    """The time that one position of a prompt adds."""
+    """The time that one position of a prompt adds to a forward."""
     at_once: float = 0.0
     """The average number of decodes in a forward of the latest ones."""
     forward_s: float = 0.0
@@ -89,7 +91,7 @@ class AnnouncedSpeed:
     tokens_per_1000_s: int = 0
     """The throughput: see `throughput`."""
     prefill_ns: int = 0
-    """The time of one position of a prompt through one block."""
+    """The time of one position of a prompt of `PROMPT_POSITIONS` positions through one block."""
     upload_kb_per_s: int = 0
     round_trips_us: tuple[tuple[PeerId, int], ...] = ()
     """Round trips to peers that may be the next hop."""
@@ -144,7 +146,8 @@ def seen(measured: ComputeSpeed, forwards: ForwardsSeen, blocks: int) -> Compute
     if forwards.decodes < LEAST_FORWARDS or not forwards.decode_s or not measured.decode_tokens_per_s:
         return measured
     decode = 1 / (forwards.decode_s * blocks)
-    prefill = 1 / (forwards.prefill_s * blocks) if forwards.prefill_s else measured.prefill_tokens_per_s
+    prompt_s = (forwards.decode_s + PROMPT_POSITIONS * forwards.prefill_s) * blocks
+    prefill = PROMPT_POSITIONS / prompt_s if forwards.prefill_s else measured.prefill_tokens_per_s
     shared = measured.shared_tokens_per_s * decode / measured.decode_tokens_per_s
     return replace(measured, decode_tokens_per_s=decode, shared_tokens_per_s=shared, prefill_tokens_per_s=prefill)
 

@@ -59,18 +59,21 @@ class Lateness:
 class Shape:
     """The delay and bandwidth of a proxy's connections. A change holds for all bytes that come after it."""
 
-    def __init__(self, one_way_s: float = 0.0, bytes_per_s: float = math.inf) -> None:
+    def __init__(
+        self, one_way_s: float = 0.0, bytes_per_s: float = math.inf, back_bytes_per_s: float | None = None
+    ) -> None:
         self.one_way_s = one_way_s
         self.bytes_per_s = bytes_per_s
-        """The bandwidth of each direction of each connection."""
+        """The bandwidth of each connection, towards the target of the proxy."""
+        self.back_bytes_per_s = back_bytes_per_s
+        """That in the other direction; None if it is the same."""
         self.lateness = Lateness()
         self._open = trio.Event()
         self._open.set()
 
-    @property
-    def chunk_bytes(self) -> int:
-        """The bytes to read at once. From a narrow link it is little, or they would all arrive late."""
-        return int(min(CHUNK_BYTES, max(1024, self.bytes_per_s * QUEUE_S / 8)))
+    def rate(self, *, back: bool) -> float:
+        """The bandwidth of one direction, in bytes/s."""
+        return self.back_bytes_per_s if back and self.back_bytes_per_s is not None else self.bytes_per_s
 
     def cut(self) -> None:
         """Nothing arrives any more, and neither end is told."""
@@ -90,20 +93,22 @@ async def join(near: trio.abc.HalfCloseableStream, far: trio.abc.HalfCloseableSt
     """Pass bytes between two streams until both have ended. False if one breaks. It closes neither."""
     async with trio.open_nursery() as nursery:
 
-        async def carry(source: trio.abc.ReceiveStream, sink: trio.abc.HalfCloseableStream) -> None:
-            if not await _carry(source, sink, shape):
+        async def carry(source: trio.abc.ReceiveStream, sink: trio.abc.HalfCloseableStream, back: bool) -> None:
+            if not await _carry(source, sink, shape, back=back):
                 nursery.cancel_scope.cancel()
 
-        nursery.start_soon(carry, near, far)
-        nursery.start_soon(carry, far, near)
+        nursery.start_soon(carry, near, far, False)
+        nursery.start_soon(carry, far, near, True)
     return not nursery.cancel_scope.cancel_called
 
 
-async def _carry(source: trio.abc.ReceiveStream, sink: trio.abc.HalfCloseableStream, shape: Shape) -> bool:
+async def _carry(
+    source: trio.abc.ReceiveStream, sink: trio.abc.HalfCloseableStream, shape: Shape, *, back: bool
+) -> bool:
     """Pass bytes until `source` ends, and tell `sink`. False if it breaks instead, which the other end would notice."""
     entrance, exit_ = trio.open_memory_channel[tuple[float, "bytes | None"]](CHUNKS)
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(_take_in, source, entrance, shape)
+        nursery.start_soon(_take_in, source, entrance, shape, back)
         async for due_s, data in exit_:
             await trio.sleep_until(due_s)
             shape.lateness.note(trio.current_time() - due_s)
@@ -116,7 +121,10 @@ async def _carry(source: trio.abc.ReceiveStream, sink: trio.abc.HalfCloseableStr
 
 
 async def _take_in(
-    source: trio.abc.ReceiveStream, entrance: trio.MemorySendChannel[tuple[float, bytes | None]], shape: Shape
+    source: trio.abc.ReceiveStream,
+    entrance: trio.MemorySendChannel[tuple[float, bytes | None]],
+    shape: Shape,
+    back: bool,
 ) -> None:
     """The end of the stream comes in as an empty chunk, and a break as None."""
     sent_s = -math.inf  # the moment at which a link of this bandwidth has sent all chunks before
@@ -125,11 +133,16 @@ async def _take_in(
         while data:
             try:
                 await trio.sleep_until(sent_s - QUEUE_S)
-                data = bytes(await source.receive_some(shape.chunk_bytes))
+                data = bytes(await source.receive_some(_chunk_bytes(shape.rate(back=back))))
             except trio.BrokenResourceError:
                 data = None
-            sent_s = max(sent_s, trio.current_time()) + len(data or b"") / shape.bytes_per_s
+            sent_s = max(sent_s, trio.current_time()) + len(data or b"") / shape.rate(back=back)
             await entrance.send((sent_s + shape.one_way_s, data))
+
+
+def _chunk_bytes(bytes_per_s: float) -> int:
+    """The bytes to read at once. From a narrow link it is little, or they would all arrive late."""
+    return int(min(CHUNK_BYTES, max(1024, bytes_per_s * QUEUE_S / 8)))
 
 
 class ShapingProxy:
@@ -137,6 +150,8 @@ class ShapingProxy:
 
     def __init__(self) -> None:
         self.shape = Shape()
+        self.shapes: dict[str, Shape] = {}
+        """The shapes of connections from some hosts, by their address: `shape` is for all others."""
         self._target: Address | None = None
         self._aimed = trio.Event()
         self._connections: set[trio.CancelScope] = set()
@@ -162,15 +177,16 @@ class ShapingProxy:
     async def _serve(self, near: trio.SocketStream) -> None:
         with trio.CancelScope() as scope, _broken_unless_ended(near) as near_end:
             self._connections.add(scope)
+            shape = self.shapes.get(near.socket.getpeername()[0], self.shape)
             try:
-                await self.shape.until_open()
-                if math.isfinite(self.shape.bytes_per_s):
+                await shape.until_open()
+                if math.isfinite(shape.bytes_per_s):
                     near.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, NARROW_BUFFER_BYTES)
                 await self._aimed.wait()
                 assert self._target is not None
                 far = await trio.open_tcp_stream(*self._target)
                 with _broken_unless_ended(far) as far_end:
-                    near_end.whole = far_end.whole = await join(near, far, self.shape)
+                    near_end.whole = far_end.whole = await join(near, far, shape)
             except OSError:  # no server listens there
                 pass
             finally:
@@ -223,6 +239,13 @@ class Proxies:
         """That of all proxies together, since it was last asked for."""
         each = (Lateness(**self._order(index, forget=True)["lateness"]) for index in range(len(self.addresses)))
         return sum(each, Lateness())
+
+    def shape_from(
+        self, host: str, index: int, *, one_way_s: float, bytes_per_s: float, back_bytes_per_s: float
+    ) -> None:
+        """The same for the connections of one proxy that come from `host`, before there are any. See `Shape`."""
+        rates = {"bytes_per_s": bytes_per_s, "back_bytes_per_s": back_bytes_per_s}
+        self._order(index, host=host, one_way_s=one_way_s, **rates)
 
     def cut(self, index: int) -> None:
         """See `Shape`."""
@@ -287,8 +310,9 @@ async def _main(count: int, clock: PreciseClock) -> None:
 def _obey(proxy: ShapingProxy, order: dict[str, Any]) -> dict[str, Any]:  # Any: JSON
     if "target" in order:
         proxy.aim(tuple(order["target"]))
-    proxy.shape.one_way_s = order.get("one_way_s", proxy.shape.one_way_s)
-    proxy.shape.bytes_per_s = order.get("bytes_per_s", proxy.shape.bytes_per_s)
+    shape = proxy.shapes.setdefault(order["host"], Shape()) if "host" in order else proxy.shape
+    for value in ("one_way_s", "bytes_per_s", "back_bytes_per_s"):
+        setattr(shape, value, order.get(value, getattr(shape, value)))
     if "cut" in order:
         (proxy.shape.cut if order["cut"] else proxy.shape.heal)()
     lateness = asdict(proxy.shape.lateness)

@@ -1,4 +1,5 @@
-"""`llmnode serve` for the benchmark `plan`: the blocks of `pipeline.charged`, in a time that the environment gives.
+"""`llmnode serve` for the benchmarks `plan` and `routing`: the blocks of `pipeline.charged`, in a time that the
+environment gives.
 
 Positions of a prompt take a share of it. So servers are as fast as the benchmark wants, on a machine with fewer cores.
 """
@@ -7,27 +8,37 @@ from __future__ import annotations
 
 import os
 import time
-from typing import TYPE_CHECKING
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import trio
 
 from bench.pipeline.charged import ChargedExecutor
 from llmnode.compute.loading import SpanLoader
 from llmnode.core.policy import BatchPolicy, ProbePolicy, ServePolicy
 from llmnode.node.cli import main, run
+from llmnode.node.serve import network_speed
 from llmnode.ports import Loaded
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from llmnode.compute.loading import Wanted
     from llmnode.core.operations import Buffer, Slice
     from llmnode.core.span import Span
+    from llmnode.core.speed import NetworkSpeed
     from llmnode.ports import Executor
 
-VARIABLE = "LLMNODE_BENCH_BLOCK_US"
+BLOCK_US = "LLMNODE_BENCH_BLOCK_US"
+HOST = "LLMNODE_BENCH_HOST"
+QUIET = "LLMNODE_BENCH_QUIET"
+"""Variables of the environment: the time of a block; the address from which the server dials, if it is not that of all;
+and a file: if it is named, the server measures its network every `AGAIN_S`, but not while the file is there."""
+AGAIN_S = 2.0
+LOOK_S = 0.1
 PROMPT_SHARE = 0.1
 """A position of a prompt takes this share of a decode."""
-AGAIN_S = 2.0
-"""Servers measure their network again after this time: the benchmark changes it."""
 
 
 class PacedExecutor(ChargedExecutor):
@@ -52,7 +63,7 @@ class PacedLoader(SpanLoader):
 
     def __init__(self, wanted: Wanted, report: Callable[[str], None], block_s: float | None = None) -> None:
         super().__init__(wanted, report)
-        self._block_s = int(os.environ[VARIABLE]) / 1e6 if block_s is None else block_s
+        self._block_s = int(os.environ[BLOCK_US]) / 1e6 if block_s is None else block_s
 
     def load(self, span: Span) -> Loaded:
         loaded = super().load(span)
@@ -64,10 +75,26 @@ class PacedLoader(SpanLoader):
         return loaded and Loaded(PacedExecutor(loaded.executor, self._block_s), loaded.tensor_bytes)
 
 
-def measure_often() -> None:
-    """Servers of this process measure their network every `AGAIN_S`, and answer all probes of the others."""
-    _set(ProbePolicy, again_s=AGAIN_S, soon_s=AGAIN_S)
+def prepare() -> None:
+    """Let this process be one of several servers on one machine: all have one address group, and dial by `HOST`."""
     _set(ServePolicy, probes_burst=1000, probes_per_s=100.0)
+    if QUIET in os.environ:
+        _set(ProbePolicy, again_s=AGAIN_S, soon_s=AGAIN_S)
+        measure = _unless(Path(os.environ[QUIET]), network_speed.measure_network)
+        network_speed.measure_network = measure  # type: ignore[assignment] # the arguments are those of the other
+    if HOST in os.environ:
+        trio.open_tcp_stream = partial(trio.open_tcp_stream, local_address=os.environ[HOST])
+
+
+def _unless(quiet: Path, measure: Callable[..., Awaitable[NetworkSpeed]]) -> Callable[..., Awaitable[NetworkSpeed]]:
+    """`measure` waits while the file `quiet` is there: probes would take the links from what the benchmark measures."""
+
+    async def measure_later(*arguments: Any, **options: Any) -> NetworkSpeed:  # Any: those of `measure`
+        while await trio.Path(quiet).exists():  # noqa: ASYNC110 - another process makes it
+            await trio.sleep(LOOK_S)
+        return await measure(*arguments, **options)
+
+    return measure_later
 
 
 def _set(policy: type[ProbePolicy | ServePolicy], **values: float) -> None:
@@ -79,5 +106,5 @@ def _set(policy: type[ProbePolicy | ServePolicy], **values: float) -> None:
 
 
 if __name__ == "__main__":
-    measure_often()
+    prepare()
     run(lambda: main(make_loader=PacedLoader))

@@ -1,6 +1,6 @@
 """`tests/bench/run plan`: what `llmnode plan` forecasts, against what sessions and servers then do.
 
-Four real servers and a client. Their blocks compute nothing, and take a time of their own (`paced.py`). A proxy before
+Four real servers and a client, twice. Blocks compute nothing, and take a time of their own (`paced.py`). A proxy before
 each server gives its links a delay and a rate, which differ from topology to topology. In each, a plan is made as the
 command makes it, out of what servers announce and what this machine measures. Then a client that has settled measures.
 In the end a fifth server joins where the plan said that it would.
@@ -9,21 +9,24 @@ In the end a fifth server joins where the plan said that it would.
 from __future__ import annotations
 
 import math
+import random
 import statistics
+import sys
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from pydoc_data.topics import topics
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import trio
-from multiaddr import Multiaddr
 
-from bench.kit.child import as_program
 from bench.kit.options import add_repeats, add_thin, add_tokens
 from bench.kit.proxy import open_proxies
 from bench.kit.report import Aim, Report, Row, Series, at_most, exactly
-from bench.plan.paced import AGAIN_S, VARIABLE, PacedLoader
+from bench.plan.fleet import PacedServer, start_fleet, start_paced
+from bench.plan.paced import AGAIN_S, PacedLoader
 from llmnode.client.connect import aconnect, load_parts
 from llmnode.core.span import Span
 from llmnode.errors import single_error
@@ -31,7 +34,7 @@ from llmnode.models.embedded import open_embedded
 from llmnode.net.invite import Invite
 from llmnode.node.app import THREAD, NodeConfig
 from llmnode.node.plan import make_plan
-from llmnode.node.processes import all_ready, private_swarm
+from llmnode.node.processes import all_ready
 
 if TYPE_CHECKING:
     import argparse
@@ -45,15 +48,27 @@ if TYPE_CHECKING:
     from llmnode.node.plan import Plan
     from llmnode.node.processes import ServerProcess
 
-SERVERS = ((Span(0, 10), 3000), (Span(10, 20), 2500), (Span(20, 30), 4000), (Span(20, 30), 2500))
-"""The blocks of each, and the microseconds of one."""
-NEWCOMER_US = 3000
+FLEETS = (
+    (
+        PacedServer(Span(0, 10), 8000),
+        PacedServer(Span(10, 20), 7000),
+        PacedServer(Span(20, 30), 10000),
+        PacedServer(Span(20, 30), 7000),
+    ),
+    (
+        PacedServer(Span(0, 14), 5000),
+        PacedServer(Span(14, 30), 6000),
+        PacedServer(Span(8, 24), 8000),
+        PacedServer(Span(14, 30), 9000),
+    ),
+)
+"""They are slow, so that many sessions leave the machine idle for most of the time. See the README."""
+NEWCOMER_US = 7000
 NEWCOMER_BLOCKS = 10
 PROMPT_TOKENS = 96
 SETTLE_S = 4 * AGAIN_S + 4.0
 """By then servers have measured what has changed, and have told each other."""
 DIRECT_WITHIN_S = 60.0
-TEXTS_PER_HOP = 8
 MOST_MEDIAN, MOST_WORST = 0.10, 0.20
 SPEED, FIRST, ALL = "tokens/s", "first token, s", "many sessions, tokens/s"
 COMPUTE, REST = "servers compute, ms", "the rest of a token, ms"
@@ -69,6 +84,20 @@ class Topology:
     bytes_per_s: float = math.inf
 
 
+SEED = 1
+DRAWN = 12
+MOST_DELAY_MS = 80.0
+LEAST_BYTES_PER_S, MOST_BYTES_PER_S = 200e3, 10e6
+
+
+def _drawn() -> Iterator[Topology]:
+    rng = random.Random(SEED)
+    for number in range(DRAWN):
+        first, second, third, fourth = (round(rng.uniform(0, MOST_DELAY_MS)) for _ in range(4))
+        rate = math.exp(rng.uniform(math.log(LEAST_BYTES_PER_S), math.log(MOST_BYTES_PER_S)))
+        yield Topology(f"drawn {number + 1}", (first, second, third, fourth), round(rate, -3))
+
+
 TOPOLOGIES = (
     Topology("one house", (0, 0, 0, 0)),
     Topology("one city", (4, 4, 4, 4)),
@@ -77,7 +106,9 @@ TOPOLOGIES = (
     Topology("the faster replica is far", (10, 10, 10, 50)),
     Topology("all far", (60, 60, 60, 60)),
     Topology("narrow lines", (10, 10, 10, 10), 400e3),
+    *_drawn(),
 )
+"""The first half is measured with the first fleet, and the others with the second one."""
 THIN = ("one country",)
 
 
@@ -105,6 +136,12 @@ class _Result:
             REST: 1e3 * (self.session.step_s - self.session.compute_s),
         }
 
+    @property
+    def told(self) -> str:
+        """In a line."""
+        both = [f"{name} {self.series.median(name):.4g} ({self.forecasts[name]:.4g})" for name in self.series]
+        return ", ".join([*both, "same route" if self.same_route else "another route"])
+
     def error(self, quantity: str) -> float | None:
         """By which share of the measured value the forecast is wrong. None if it was not measured."""
         if not self.series.get(quantity):
@@ -121,83 +158,80 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 async def run(options: Options) -> Report:
     parts = load_parts(open_embedded())
-    topologies = [each for each in TOPOLOGIES if not options.thin or each.name in THIN]
-    with single_error():
-        async with AsyncExitStack() as stack:
-            proxies = stack.enter_context(open_proxies(len(SERVERS)))
-            servers = await _start(stack, proxies)
-            rig = _Rig(options, parts, servers, proxies)
-            results = [await rig.measure(each) for each in topologies]
-            if not options.thin:
-                results.append(await rig.measure_newcomer(stack))
+    results: list[_Result] = []
+    half = -(-len(TOPOLOGIES) // 2)
+    for number, topologies in enumerate((TOPOLOGIES[:half], TOPOLOGIES[half:])):
+        wanted = [each for each in topologies if not options.thin or each.name in THIN]
+        if wanted:
+            with single_error():
+                async with AsyncExitStack() as stack:
+                    results += await _measure_fleet(options, parts, stack, number, wanted)
     rows = [row for each in results for row in _rows(each)]
-    conditions = {"tokens": options.tokens, "rounds": options.repeats, "prompt": PROMPT_TOKENS}
+    conditions = {"tokens": options.tokens, "rounds": options.repeats, "prompt": PROMPT_TOKENS, "seed": SEED}
     return Report(rows, list(_aims(results)), conditions)
 
 
-async def _start(stack: AsyncExitStack, proxies: Proxies) -> list[ServerProcess]:
-    """The first one alone: the others join at its address."""
-    (first,) = await _start_some(stack, proxies, range(1), [])
-    return [first, *await _start_some(stack, proxies, range(1, len(SERVERS)), ["--peers", first.address])]
-
-
-async def _start_some(
-    stack: AsyncExitStack, proxies: Proxies, indexes: Sequence[int], options: Sequence[str]
-) -> list[ServerProcess]:
-    servers: list[ServerProcess] = []
-    for index in indexes:
-        span, block_us = SERVERS[index]
-        host, port = proxies.addresses[index]
-        announce, given = [f"/ip4/{host}/tcp/{port}"], ["--worker", THREAD, *options]
-        swarm = private_swarm([span], threads=1, announce=announce, program=_program(block_us), options=given)
-        servers += await stack.enter_async_context(swarm)
-    await all_ready(servers)
-    for index, server in zip(indexes, servers, strict=True):
-        listening = Multiaddr(server.listening)
-        proxies.aim(index, (listening.value_for_protocol("ip4"), int(listening.value_for_protocol("tcp"))))
-    return servers
-
-
-def _program(block_us: int) -> tuple[str, ...]:
-    return as_program("bench.plan.paced", **{VARIABLE: str(block_us)})
+async def _measure_fleet(
+    options: Options, parts: ClientParts, stack: AsyncExitStack, number: int, topologies: Sequence[Topology]
+) -> list[_Result]:
+    """With the newcomer at the end, if it is the last fleet."""
+    fleet = FLEETS[number]
+    quiet = Path(stack.enter_context(TemporaryDirectory())) / "quiet"
+    proxies = stack.enter_context(open_proxies(len(fleet)))
+    rig = _Rig(options, parts, await start_fleet(stack, proxies, fleet, quiet), proxies, quiet)
+    results = []
+    for each in topologies:
+        results.append(await rig.measure(each))
+        print(f"{each.name}: {results[-1].told}", file=sys.stderr)
+    if number == len(FLEETS) - 1 and not options.thin:
+        results.append(await rig.measure_newcomer(stack))
+    return results
 
 
 class _Rig:
     """The servers, and clients that measure."""
 
     def __init__(
-        self, options: Options, parts: ClientParts, servers: Sequence[ServerProcess], proxies: Proxies
+        self,
+        options: Options,
+        parts: ClientParts,
+        servers: Sequence[ServerProcess],
+        proxies: Proxies,
+        quiet: Path,
     ) -> None:
+        """The servers do not measure their network while there is a file `quiet`."""
         self._options = options
         self._parts = parts
         self._peers = [each.address for each in servers]
         self._proxies = proxies
+        self._quiet = quiet
         self._prompt = parts.tokenizer.encode(topics["types"])[:PROMPT_TOKENS]
 
     async def measure(self, topology: Topology) -> _Result:
         """The swarm as it is."""
-        self._shape(topology)
-        await trio.sleep(SETTLE_S)
+        await self._settle(topology)
         plan = await self._plan()
         return await self._compare(topology.name, plan.without)
 
     async def measure_newcomer(self, stack: AsyncExitStack) -> _Result:
         """The swarm with one more server, on the client's own machine, where the plan says that it would be."""
-        self._shape(Topology("", (15, 15, 15, 15)))
-        await trio.sleep(SETTLE_S)
+        await self._settle(Topology("", (15, 15, 15, 15)))
         plan = await self._plan()
-        options = ["--worker", THREAD, "--peers", *self._peers]
-        started = await stack.enter_async_context(
-            private_swarm([plan.node.span], threads=1, program=_program(NEWCOMER_US), options=options)
-        )
+        newcomer = PacedServer(plan.node.span, NEWCOMER_US)
+        started = await start_paced(stack, newcomer, self._quiet, ["--peers", *self._peers])
         await all_ready(started)
-        await trio.sleep(SETTLE_S)
+        await self._settle(Topology("", (15, 15, 15, 15)))
         self._peers.append(started[0].address)
         return await self._compare("with the newcomer", plan.with_it)
 
-    def _shape(self, topology: Topology) -> None:
+    async def _settle(self, topology: Topology) -> None:
+        """Let servers measure these links, and tell each other. Then they measure no more."""
+        self._quiet.unlink(missing_ok=True)
         for index, delay_ms in enumerate(topology.delays_ms):
             self._proxies.shape(one_way_s=delay_ms / 1e3, bytes_per_s=topology.bytes_per_s, only=index)
+        await trio.sleep(SETTLE_S)
+        self._quiet.touch()
+        await trio.sleep(AGAIN_S)
 
     async def _plan(self) -> Plan:
         loader = partial(PacedLoader, block_s=NEWCOMER_US / 1e6)
@@ -217,7 +251,7 @@ class _Rig:
                 parts = {COMPUTE: 1e3 * compute_s, REST: 1e3 * (step_s - compute_s)}
                 result.series.note({SPEED: 1 / step_s, FIRST: generation.finish.usage.first_token_s, **parts})
             if not self._options.thin:
-                result.series.note({ALL: await self._many(client, len(route))})
+                result.series.note({ALL: await self._many(client, forecast.sessions)})
         return result
 
     async def _until_settled(self, client: Client) -> list[PeerId]:
@@ -233,7 +267,7 @@ class _Rig:
         await client.generate(self._prompt[:8], 2, stop_at_eos=False)
         return [each.peer for each in client.route]
 
-    async def _many(self, client: Client, hops: int) -> float:
+    async def _many(self, client: Client, texts: int) -> float:
         """The tokens of many texts in a second, while all of them are going."""
         times_s: list[list[float]] = []
 
@@ -244,7 +278,7 @@ class _Rig:
             times_s.append(own)
 
         async with trio.open_nursery() as nursery:
-            for _ in range(TEXTS_PER_HOP * hops):
+            for _ in range(texts):
                 nursery.start_soon(generate)
         since_s, until_s = max(own[0] for own in times_s), min(own[-1] for own in times_s)
         tokens = sum(since_s < each <= until_s for own in times_s for each in own)

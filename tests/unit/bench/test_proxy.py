@@ -75,6 +75,16 @@ async def test_a_rate_delays_each_byte_behind_those_before_it() -> None:
 
 
 @on_mock_clock
+async def test_each_direction_has_its_own_rate() -> None:
+    async with joined(Shape(bytes_per_s=100, back_bytes_per_s=50)) as (near, far):
+        began = trio.current_time()
+        await near.send_all(bytes(100))
+        assert await arrival(far) == (began + 1.0, bytes(100))
+        await far.send_all(bytes(100))
+        assert await arrival(near) == (began + 3.0, bytes(100))
+
+
+@on_mock_clock
 async def test_a_shorter_delay_overtakes_nothing() -> None:
     shape = Shape(one_way_s=10.0)
     async with joined(shape) as (near, far):
@@ -175,6 +185,21 @@ async def test_a_megabyte_passes_both_ways_and_ends_in_order() -> None:
             nursery.start_soon(send, stream)
         nursery.start_soon(check, near, sent[far])
         nursery.start_soon(check, far, sent[near])
+
+
+@in_trio
+async def test_connections_of_a_host_may_have_a_shape_of_their_own() -> None:
+    async with proxied() as (proxy, near, far):
+        proxy.shapes["127.0.1.1"] = Shape()
+        proxy.shapes["127.0.1.1"].cut()
+        port = near.socket.getpeername()[1]
+        async with await trio.open_tcp_stream("127.0.0.1", port, local_address="127.0.1.1") as cut_off:
+            await cut_off.send_all(b"silence")
+            await near.send_all(b"heard")
+            assert await far.receive_some() == b"heard"
+            with trio.move_on_after(0.05) as silence:
+                await cut_off.receive_some()
+            assert silence.cancelled_caught
 
 
 @in_trio

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,8 +12,9 @@ from llmnode.core.announcement import Announcement, Offer, PeerState
 from llmnode.core.forecast import ClientPlace, forecast, forecast_session
 from llmnode.core.ids import PeerId
 from llmnode.core.model import ModelInfo
+from llmnode.core.policy import ClientPolicy
 from llmnode.core.span import Span
-from llmnode.core.speed import AnnouncedSpeed
+from llmnode.core.speed import PROMPT_POSITIONS, AnnouncedSpeed
 from llmnode.errors import NoRoute
 
 BLOCKS, PROMPT = 10, 100
@@ -43,8 +46,23 @@ def test_a_step_goes_there_from_hop_to_hop_and_back() -> None:
     assert session.back_s == pytest.approx(0.04 + 0.01)
     assert session.step_s == pytest.approx(0.01 + 0.03 + 0.05 + 0.02 + 0.011 + 0.003)
     assert session.tokens_per_s == pytest.approx(1 / session.step_s)
-    opening, prompt, sending = 2 * 0.08, PROMPT * 10 * 0.0002, PROMPT * 0.011
+    marginal_s = 0.0002 - 0.002 / PROMPT_POSITIONS
+    opening, prompt, sending = 2 * 0.08, 10 * (0.002 + PROMPT * marginal_s), PROMPT * 0.021
     assert session.first_token_s == pytest.approx(opening + prompt + sending + 0.09 + 0.003)
+
+
+def test_chunks_of_a_long_prompt_are_at_several_hops_at_the_same_time() -> None:
+    long = 4 * ClientPolicy().chunk_tokens
+    short, whole = (forecast_session(MODEL, CHAIN, HERE, tokens) for tokens in (long // 4, long))
+    rest_s = whole.open_s + whole.ways_s + whole.client_s
+    one_s, slowest_s = short.first_token_s - rest_s, short.hops[1].prompt_send_s
+    assert slowest_s == short.prompt_back_s > short.hops[1].prompt_s
+    assert whole.first_token_s == pytest.approx(rest_s + one_s + 3 * slowest_s, rel=0.01)
+
+
+def test_a_prompt_of_the_length_that_is_measured_takes_what_was_measured() -> None:
+    session = forecast_session(MODEL, CHAIN, HERE, PROMPT_POSITIONS)
+    assert [each.prompt_s for each in session.hops] == pytest.approx([PROMPT_POSITIONS * n * 0.0002 for n in (4, 6)])
 
 
 def test_without_a_way_between_two_servers_a_step_goes_by_way_of_the_client() -> None:
@@ -58,13 +76,25 @@ def test_a_nearer_client_has_shorter_ways_and_nothing_else_changes() -> None:
     assert (nearer.compute_s, nearer.send_s, nearer.client_s) == (here.compute_s, here.send_s, here.client_s)
 
 
-def test_the_throughput_is_that_of_the_slowest_block_and_a_gap_has_none() -> None:
-    slow = [server(A, Span(0, 4), tokens_per_s=30.0), server(B, Span(4, 10))]
-    assert forecast(MODEL, slow, HERE, PROMPT).tokens_per_s == 30.0
-    assert forecast(MODEL, [*slow, server(C, Span(0, 4), tokens_per_s=25.0)], HERE, PROMPT).tokens_per_s == 50.0
+def test_many_sessions_have_what_the_slowest_server_has_for_them_and_a_gap_has_none() -> None:
+    near, far = (ClientPlace({A: trip_s, B: trip_s}) for trip_s in (0.001, 2.0))
+    slow = [server(A, Span(0, 4), 30_000, 20.0), server(B, Span(4, 10))]
+    for_eight, away = (forecast(MODEL, slow, place, PROMPT) for place in (near, far))
+    assert for_eight.sessions == 16
+    assert 15 < for_eight.tokens_per_s < 25, "it was measured with eight at once"
+    assert away.session is not None
+    assert away.tokens_per_s < 16 / away.session.step_s, "sessions are on their way for most of the time"
+    twice = forecast(MODEL, [*slow, server(C, Span(0, 4), 30_000, 20.0)], near, PROMPT)
+    assert 1.5 < twice.tokens_per_s / for_eight.tokens_per_s < 2.5
     gap = forecast(MODEL, CHAIN[:1], HERE, PROMPT)
     assert (gap.tokens_per_s, gap.session) == (0.0, None)
-    assert forecast(MODEL, [], HERE, PROMPT) == gap
+    assert forecast(MODEL, [], HERE, PROMPT).session is None
+
+
+def test_a_server_that_has_measured_nothing_adds_nothing_for_many_sessions() -> None:
+    nothing = server(A, Span(0, 4), block_us=0, tokens_per_s=0.0)
+    assert forecast(MODEL, [*CHAIN, replace(nothing, peer=C)], HERE, PROMPT).tokens_per_s > 0
+    assert forecast(MODEL, [nothing, CHAIN[1]], HERE, PROMPT).tokens_per_s == 0.0
     with pytest.raises(NoRoute):
         forecast_session(MODEL, CHAIN[:1], HERE, PROMPT)
 
@@ -76,6 +106,6 @@ def test_one_more_server_never_makes_the_forecast_of_the_swarm_worse(
     more = server(C, Span(4, 10), block_us, upload_kb=upload_kb)
     place = ClientPlace({**HERE.round_trips_s, C: round_trip_s}, HERE.token_s, HERE.upload_bytes_per_s)
     before, after = (forecast(MODEL, servers, place, prompt_tokens) for servers in (CHAIN, [*CHAIN, more]))
-    assert after.tokens_per_s >= before.tokens_per_s
+    assert after.tokens_per_s >= before.tokens_per_s * (1 - 1e-9)
     assert after.session is not None
     assert after.session.first_token_s > after.session.step_s - after.session.send_s > 0

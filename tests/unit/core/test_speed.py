@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from llmnode.core.ids import PeerId
 from llmnode.core.speed import (
     LEAST_FORWARDS,
+    PROMPT_POSITIONS,
     ComputeSpeed,
     ForwardsSeen,
     NetworkSpeed,
@@ -62,7 +63,7 @@ def test_what_sessions_take_replaces_the_first_guess_once_there_were_enough() ->
     now = seen(guess, slower, BLOCKS)
     assert now.decode_tokens_per_s == pytest.approx(5.0)
     assert now.shared_tokens_per_s == pytest.approx(15.0), "as much slower as one session is"
-    assert now.prefill_tokens_per_s == pytest.approx(50.0)
+    assert now.prefill_tokens_per_s == pytest.approx(PROMPT_POSITIONS / (0.2 + PROMPT_POSITIONS * 0.02))
     assert seen(ComputeSpeed(), slower, BLOCKS) == ComputeSpeed(), "nothing was measured"
 
 

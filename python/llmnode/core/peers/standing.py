@@ -9,9 +9,9 @@ are found. Knows no clock: the time is told.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from llmnode.core.peers.peer_speed import Word
 from llmnode.core.route import HopCost, covers
@@ -44,9 +44,8 @@ class _Known:
     at_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A peer that could get a session, and what it says."""
+class Candidate(NamedTuple):
+    """A peer that could get a session, and what it says. A tuple: each choice makes one for each server of a swarm."""
 
     peer: PeerId
     said_block_s: float
@@ -107,7 +106,7 @@ class Standing:
         """
         if self.is_proven(peer, now_s):
             return Word(position_s, usual_s)
-        return Word(position_s, self._policy.first_patience_s * 2.0 ** self._failures(peer, now_s))
+        return Word(position_s, self._policy.first_patience_s * 2.0 ** self._failures(self._fresh(peer, now_s)))
 
     def words(self, route: Route, usable: Sequence[Announcement], usual_s: float, now_s: float) -> list[Word | None]:
         """The word of the peer of each hop; None if no others of the `usable` ones could take its place."""
@@ -129,9 +128,9 @@ class Standing:
         own_s = {each.peer: each.said_upload_s for each in candidates}
         default, policy, candidates = HopCost(), self._policy, unmeasured_as_slow(candidates)
         costs = {
-            each.peer: self._measured(replace(each, said_upload_s=own_s[each.peer]), now_s)
+            each.peer: self._measured(each._replace(said_upload_s=own_s[each.peer]), now_s)
             for each in candidates
-            if self.is_proven(each.peer, now_s)
+            if each.peer in self._known and self.is_proven(each.peer, now_s)
         }
         proven = set(costs)
         seen_s = [seen for each in candidates if each.peer in proven and (seen := self._seen_block_s(each)) is not None]
@@ -141,8 +140,9 @@ class Standing:
             least_s = median(seen_s or [each.said_block_s for each in candidates] or [0.0]) / policy.believed_times
         for each in candidates:
             if each.peer not in proven:
-                times, round_trip_s = self._distrust(each, now_s), each.round_trip_s or 0.0
-                hop_s = max(default.hop_s, round_trip_s + each.said_upload_s, self._excess_s(each, now_s))
+                known = self._fresh(each.peer, now_s) if each.peer in self._known else None
+                times, round_trip_s = self._distrust(each, known), each.round_trip_s or 0.0
+                hop_s = max(default.hop_s, round_trip_s + each.said_upload_s, _excess_s(each, known))
                 costs[each.peer] = HopCost(times * hop_s, times * max(each.said_block_s, least_s), round_trip_s / 2)
         return costs
 
@@ -150,13 +150,8 @@ class Standing:
         """The time beyond what the peer says is the way there, or a lie: it is paid for at each visit."""
         default, said_s, round_trip_s = HopCost(), candidate.said_block_s, candidate.round_trip_s or 0.0
         way_s = round_trip_s + candidate.said_upload_s  # a hop that is pushed to seems nearer to the client than it is
-        return HopCost(max(default.hop_s, self._excess_s(candidate, now_s), way_s), said_s, round_trip_s / 2)
-
-    def _excess_s(self, candidate: Candidate, now_s: float) -> float:
-        """The time that its steps took beyond what it says; 0 if we have seen none."""
-        known, said_s = self._fresh(candidate.peer, now_s), candidate.said_block_s
-        steps = () if known is None else known.short_steps
-        return median(took_s - blocks * said_s for blocks, took_s in steps) if steps else 0.0
+        excess_s = _excess_s(candidate, self._fresh(candidate.peer, now_s))
+        return HopCost(max(default.hop_s, excess_s, way_s), said_s, round_trip_s / 2)
 
     def _seen_block_s(self, candidate: Candidate) -> float | None:
         """The time of a token for each block, with the way there. None if the peer is much slower than it says.
@@ -167,14 +162,13 @@ class Standing:
         excess_s = median(took_s - policy.believed_times * blocks * said_s for blocks, took_s in steps)
         return max(said_s, median(took_s / blocks for blocks, took_s in steps)) if excess_s < policy.way_s else None
 
-    def _distrust(self, candidate: Candidate, now_s: float) -> float:
+    def _distrust(self, candidate: Candidate, known: _Known | None) -> float:
         """The factor for the cost of a peer that has not served us."""
-        policy, times = self._policy, 2.0 ** self._failures(candidate.peer, now_s)
+        policy, times = self._policy, 2.0 ** self._failures(known)
         return times * policy.entrusted_cost if candidate.sessions >= policy.unproven_sessions else times
 
-    def _failures(self, peer: PeerId, now_s: float) -> int:
+    def _failures(self, known: _Known | None) -> int:
         """Those that count."""
-        known = self._fresh(peer, now_s)
         return 0 if known is None else min(known.failures, self._policy.most_failures)
 
     def _fresh(self, peer: PeerId, now_s: float) -> _Known | None:
@@ -192,6 +186,12 @@ class Standing:
         return known
 
 
+def _excess_s(candidate: Candidate, known: _Known | None) -> float:
+    """The time that its steps took beyond what it says; 0 if we have seen none."""
+    said_s, steps = candidate.said_block_s, () if known is None else known.short_steps
+    return median(took_s - blocks * said_s for blocks, took_s in steps) if steps else 0.0
+
+
 def unmeasured_as_slow(candidates: Sequence[Candidate]) -> Sequence[Candidate]:
     """The same, and what one of them did not measure, or this client of it, takes `SLOW` times what it usually takes.
 
@@ -202,11 +202,14 @@ def unmeasured_as_slow(candidates: Sequence[Candidate]) -> Sequence[Candidate]:
     round_trip_s = _slow(each.round_trip_s or 0.0 for each in candidates)
     upload_s = min(_slow(each.said_upload_s for each in candidates), MOST_SUPPOSED_S)
     return [
-        replace(
-            each,
-            said_block_s=each.said_block_s or block_s,
-            round_trip_s=each.round_trip_s or round_trip_s or None,
-            said_upload_s=each.said_upload_s or upload_s,
+        each
+        if each.said_block_s and each.round_trip_s and each.said_upload_s
+        else Candidate(
+            each.peer,
+            each.said_block_s or block_s,
+            each.sessions,
+            each.round_trip_s or round_trip_s or None,
+            each.said_upload_s or upload_s,
         )
         for each in candidates
     ]

@@ -13,6 +13,9 @@ _OLD_SHARE = 0.7
 _FIT_OLD_SHARE = 0.95
 _LEAST_SPREAD = 0.05
 """Below this relative variance of the number of decodes in a batch, the cost of one decode is not fitted."""
+_LEAST_ALONE, _MOST_SINCE_ALONE = 16, 1000
+"""The time of a forward with one decode is the average of those that had one, after this number of them, and until
+there were this number of others since. Else it is taken from the line through the times of all."""
 _FIXED_COST_DECODES = 4
 """Until it is measured, the fixed cost of a forward is taken to be that of this many decodes."""
 
@@ -24,16 +27,22 @@ class ForwardCost:
         self._policy = policy
         self.decode_s = 0.0
         """The time of a forward of decodes alone; 0 until there was one."""
-        self._position_s = 0.0  # for each position of a prefill and each block
+        self._position_s = 0.0  # for each position of a prefill and each block, beside decodes as there are now
+        self._prompt_position_s = 0.0  # the same beside none
         self._decodes = _Fit()
         self._in_block = _Fit()
+        self._alone_s = 0.0  # of a forward with one decode, for each block
+        self._alone = 0  # the number of these forwards
+        self._since_alone = 0
         self._forwards = 0
 
     @property
     def seen(self) -> ForwardsSeen:
         """The times of the forwards until now, for each block."""
         in_block = self._in_block
-        return ForwardsSeen(self._forwards, in_block.at(1), self._position_s, in_block.x, in_block.y)
+        has_alone = self._alone >= _LEAST_ALONE and self._since_alone < _MOST_SINCE_ALONE
+        decode_s = self._alone_s if has_alone else in_block.at(1)
+        return ForwardsSeen(self._forwards, decode_s, self._prompt_position_s, in_block.x, in_block.y)
 
     @property
     def forward_s(self) -> float:
@@ -50,8 +59,11 @@ class ForwardCost:
             self.decode_s = mixed(self.decode_s, took_s)
             self._decodes.note(decodes, took_s)
         else:
-            added_s = max(took_s - through * self.decode_s, took_s / (100 if decodes else 2))
+            least_s = took_s / (100 if decodes else 2)
+            added_s = max(took_s - through * self.decode_s, least_s)
             self._position_s = mixed(self._position_s, added_s / prefill)
+            added_s = max(took_s - through * self._decodes.at(decodes), least_s)
+            self._prompt_position_s = mixed(self._prompt_position_s, added_s / prefill)
 
     def note_decodes(self, in_blocks: int, blocks: int, took_s: float) -> None:
         """That forward had decodes alone. It ran this number of `blocks`: one that decodes ran apart counts each time.
@@ -60,6 +72,11 @@ class ForwardCost:
         """
         self._forwards += 1
         self._in_block.note(in_blocks / blocks, took_s / blocks)
+        self._since_alone += 1
+        if in_blocks == blocks:
+            self._alone, self._since_alone = self._alone + 1, 0
+            share = max(1 - _FIT_OLD_SHARE, 1 / self._alone)
+            self._alone_s += share * (took_s / blocks - self._alone_s)
 
     def blocks(self, positions: int, of: int, budget: int) -> int:
         """The number of blocks, out of `of`, that there is time for. `budget` is in positions times blocks.

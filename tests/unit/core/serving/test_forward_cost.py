@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -39,3 +41,31 @@ def test_what_has_changed_is_seen() -> None:
     before = [(count, 0.1 + 0.01 * count) for count in (1, 8)] * 30
     now = [(count, 0.02 + 0.001 * count) for count in (1, 8)] * 60
     assert pace_of(before + now).forward_s == pytest.approx(0.02, rel=0.05)
+
+
+def test_a_prompt_alone_is_seen_to_take_what_it_took_whatever_decodes_there_were_before() -> None:
+    blocks, start_s, decode_s, position_s = 10, 0.07, 0.01, 0.007
+    pace = ForwardCost(BatchPolicy())
+    for decodes in (1, 8, 12) * 20:
+        took_s = start_s + decodes * decode_s
+        pace.note(decodes, 0, 0.0, took_s)
+        pace.note_decodes(blocks * decodes, blocks, took_s)
+    for _ in range(20):
+        pace.note(0, 96 * blocks, 1.0, start_s + 96 * position_s)
+    seen = pace.seen
+    assert blocks * (seen.decode_s + 96 * seen.prefill_s) == pytest.approx(
+        start_s + decode_s + 96 * position_s, rel=0.02
+    )
+
+
+def test_one_decode_takes_what_it_took_alone_however_noisy_the_forwards_of_many_are() -> None:
+    rng, pace = random.Random(1), ForwardCost(BatchPolicy())
+    for _ in range(20):
+        pace.note_decodes(10, 10, 0.08)
+    for _ in range(200):
+        decodes = rng.randint(6, 14)
+        pace.note_decodes(10 * decodes, 10, 0.07 + 0.01 * decodes + rng.uniform(0, 0.1))
+    assert pace.seen.decode_s == pytest.approx(0.008)
+    for _ in range(2000):
+        pace.note_decodes(80, 10, 1.0)
+    assert pace.seen.decode_s > 0.02, "it was long ago"
