@@ -59,6 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _relay(arguments: argparse.Namespace, to: Invite) -> None:
+    from llmnode.machine.startup import leave_out_loaded
     from llmnode.net.addresses import own_ips
     from llmnode.node.app import open_relay
     from llmnode.node.listening import check_places, choose_listening
@@ -76,6 +77,7 @@ async def _relay(arguments: argparse.Namespace, to: Invite) -> None:
         stopped_by_signals(until_stdin_closes=arguments.until_stdin_closes) as stop,
         open_relay(chosen.listen, announce, to, arguments.identity, notice) as network,
     ):
+        leave_out_loaded()
         _ready(network, arguments)
         stop.in_order()
         await stop.requested.wait()

@@ -140,6 +140,7 @@ def run(arguments: argparse.Namespace) -> int:
 async def _serve(config: NodeConfig, drain_s: float, warning: str, *, until_stdin_closes: bool, as_json: bool) -> None:
     import trio
 
+    from llmnode.machine.startup import leave_out_loaded
     from llmnode.node.app import open_node
     from llmnode.node.introspect import introspect_when_signalled, tell_figures
     from llmnode.node.status_lines import Telling, terminal
@@ -160,6 +161,7 @@ async def _serve(config: NodeConfig, drain_s: float, warning: str, *, until_stdi
             trio.open_nursery() as nursery,
         ):
             await nursery.start(partial(introspect_when_signalled, node, as_json=as_json))
+            leave_out_loaded()
             stop.in_order()
             telling.stop()
             (_ready_json if as_json else _ready)(node)

@@ -1,5 +1,5 @@
 """Malformed frames, and steps that nobody asked for, cost the link that they come over: a few may be a bug, or late.
-Probes beyond a rate are refused.
+Probes beyond a rate are refused, and other requests wait for their turn.
 
 They count for the address group that they come from: identities and links are free. A peer that sends none keeps its
 links, whatever others of its group do.
@@ -11,11 +11,22 @@ from typing import TYPE_CHECKING
 
 import trio
 
+from llmnode.core.budget import Resource
 from llmnode.core.rates import Rates
+from llmnode.errors import PeerRefused
+from llmnode.net.turns import Turns
+from llmnode.wire.messages import RefusalCode
 
 if TYPE_CHECKING:
     from llmnode.core.policy import ServePolicy
     from llmnode.ports import Link
+    from llmnode.wire.frame import Frame
+
+
+COUNTED_BYTES = 1 << 14
+"""A request of this size counts as one more: it is parsed."""
+COUNTED_POSITIONS = 64
+"""One that asks for results of this number of positions too: they are read and sent."""
 
 
 class Conduct:
@@ -25,7 +36,28 @@ class Conduct:
         self._malformed = Rates(policy.malformed_burst, policy.malformed_per_s)
         self._unasked = Rates(policy.unasked_burst, policy.unasked_per_s)
         self._probes = Rates(policy.probes_burst, policy.probes_per_s)
+        self._requests = Turns(policy.requests)
+        self._per_step = policy.requests_per_step
         self.probe_bytes = policy.probe_bytes
+
+    async def wait_turn(self, link: Link, frame: Frame) -> None:
+        """Until a request may be answered. Its address group has more turns if it has had steps computed.
+
+        Raises PeerRefused without memory for a frame that waits.
+        """
+        path, amount = (link.group, link.peer), 1 + frame.size_bytes / COUNTED_BYTES + frame.length / COUNTED_POSITIONS
+        if self._requests.take(path, amount):
+            return
+        if not link.scope.take(Resource.MEMORY, frame.size_bytes):
+            raise PeerRefused(RefusalCode.BUSY, "your address has asked for much, and no memory is left meanwhile")
+        try:
+            await self._requests.wait(path, amount)
+        finally:
+            link.scope.release(Resource.MEMORY, frame.size_bytes)
+
+    def note_step(self, group: str) -> None:
+        """A step of this address group was computed."""
+        self._requests.give_back(group, self._per_step)
 
     async def note_malformed(self, link: Link) -> None:
         """A frame of this link was malformed. The link ends if there were too many."""

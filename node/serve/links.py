@@ -68,6 +68,7 @@ async def answer_as_relay(swarm: Swarm, conduct: Conduct, link: Link) -> None:
     while True:
         frame = await link.receive()
         try:
+            await conduct.wait_turn(link, frame)
             if frame.type in (FrameType.DESCRIBE, FrameType.OPEN):
                 raise PeerRefused(RefusalCode.SPAN_NOT_HELD, "this is a relay: it holds no blocks")
             await answer_any(swarm, conduct, link, frame)

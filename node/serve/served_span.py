@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from llmnode.core.span import Span
     from llmnode.node.serve.adapter_store import AdapterInUse, AdapterStore
     from llmnode.node.serve.admission import Admission
+    from llmnode.node.serve.conduct import Conduct
     from llmnode.node.serve.next_hops import NextHops
     from llmnode.node.serve.push_inlet import PushDesk
     from llmnode.node.serve.work_turns import WorkTurns
@@ -52,6 +53,7 @@ class ServedSpan:
     desk: PushDesk
     tally: ServeStats
     work_turns: WorkTurns
+    conduct: Conduct
     passes: int = 0
     """The passes that are under way."""
 

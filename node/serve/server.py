@@ -126,7 +126,7 @@ class Server:
         if (adapters := self.prepared) is None:
             adapters = AdapterStore(worker, self.model, self.policy, self.network.budget)
         self.prepared = None
-        shared = self.network, self.next_hops, self.desk, self.tally, self.work_turns
+        shared = self.network, self.next_hops, self.desk, self.tally, self.work_turns, self.conduct
         self.served = ServedSpan(worker, admission, adapters, self.model, self.policy, *shared)
         self.span, self.is_draining = worker.span, False
         self._limit_logs()

@@ -6,6 +6,7 @@ A link's loop does nothing but hand frames on, so that a slow session holds up n
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import trio
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from llmnode.ports import Link
     from llmnode.wire.pass_messages import Pass
 
+WORK = {FrameType.STEP, *PASSES, *ADAPTERS}
+"""The frames that ask for work of the worker, which has limits of its own."""
 MOST_NAMED = 256
 """The sessions that a link remembers to have opened or resumed last."""
 
@@ -91,7 +94,10 @@ class ServerLink:
         return [session for session in self._server.sessions.values() if session.link is self._link]
 
     async def _handle(self, frame: Frame) -> None:
+        conduct = self._server.conduct
         try:
+            if frame.type not in WORK:
+                await conduct.wait_turn(self._link, frame)
             match frame.type:
                 case FrameType.DESCRIBE:
                     check_empty(frame.meta, "DESCRIBE")
@@ -126,11 +132,16 @@ class ServerLink:
                 case FrameType.RESUME:
                     await self._resume(frame)
                 case _:
-                    await answer_any(self._server.swarm, self._server.conduct, self._link, frame)
+                    await answer_any(self._server.swarm, conduct, self._link, frame)
         except (PeerRefused, RemoteProtocolError) as error:
-            await self._link.send(refusal_for(frame, error))
+            refusal = refusal_for(frame, error)
+            if frame.type in WORK:
+                frame = refusal  # its payload is not kept meanwhile
+                with suppress(PeerRefused):
+                    await conduct.wait_turn(self._link, refusal)
+            await self._link.send(refusal)
             if isinstance(error, RemoteProtocolError):
-                await self._server.conduct.note_malformed(self._link)
+                await conduct.note_malformed(self._link)
 
     def _open(self, frame: Frame) -> None:
         self._name(frame.session)

@@ -286,6 +286,7 @@ class ServerSession:
             self.served.tally.steps += 1
             self.served.tally.positions += frame.length
             self.served.tally.pushed += pushed
+            self.served.conduct.note_step(self._group)
             shown = unpack(Pushed, frame.meta) if frame.meta else None
             own = receipt.input_digest, receipt.output_digest, receipt.signature
             of_pusher = (shown.input_digest, shown.signature) if shown else (b"", b"")

@@ -224,7 +224,7 @@ def test_announced_addresses_in_private_networks_are_not_dialled(served: Served)
 def test_records_without_end_cost_a_node_no_memory_and_no_long_step(served: Served) -> None:
     """Each of 16 addresses offers as many as one may at once, and each record is under a key of its own."""
     protocol, peer = TProtocol("/ipfs/kad/1.0.0"), parse_peer(served.address).peer_id
-    records = SwarmPolicy().dht.requests_burst
+    records = int(SwarmPolicy().dht.requests.burst)
 
     async def offer(source: str, first: int) -> None:
         async with stranger(served, source) as network:

@@ -6,7 +6,6 @@ group: identities are free, addresses are not.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -25,14 +24,12 @@ DROPPED_AT_ONCE = 500
 """Expired entries that are dropped together, in about a millisecond. The others have their turn later."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry(Generic[V]):
-    value: V
-    expires_s: float
-
-
 class BoundedStore(Generic[K, V]):
-    """An entry takes its size and `ENTRY_BYTES` of the `bytes_max`. `dropped` is told of each that is gone."""
+    """An entry takes its size and `ENTRY_BYTES` of the `bytes_max`. `dropped` is told of each that is gone.
+
+    Entries are tuples: Python's garbage collector leaves those out that hold nothing but numbers and strings. Thousands
+    of objects would hold up the event loop at each of its full collections.
+    """
 
     def __init__(
         self, bytes_max: int, lifetime_s: float, rng: Random, dropped: Callable[[K], None] = lambda _key: None
@@ -41,7 +38,7 @@ class BoundedStore(Generic[K, V]):
         self._bytes_max = bytes_max
         self._lifetime_s = lifetime_s
         self._rng = rng
-        self._entries: dict[K, _Entry[V]] = {}  # the oldest first
+        self._entries: dict[K, tuple[V, float]] = {}  # with the time when each expires; the oldest first
         self._shares = FairShares[K]()
 
     def __len__(self) -> int:
@@ -65,7 +62,7 @@ class BoundedStore(Generic[K, V]):
         self.remove(key)
         while self.size_bytes + size_bytes > self._bytes_max:
             self.remove(self._shares.victim(self._rng))
-        self._entries[key] = _Entry(value, now_s + self._lifetime_s)
+        self._entries[key] = value, now_s + self._lifetime_s
         self._shares.put(key, (source,), size_bytes)
         return True
 
@@ -74,10 +71,11 @@ class BoundedStore(Generic[K, V]):
         entry = self._entries.get(key)
         if entry is None:
             return None
-        if entry.expires_s <= now_s:
+        value, expires_s = entry
+        if expires_s <= now_s:
             self.remove(key)
             return None
-        return entry.value
+        return value
 
     def remove(self, key: K) -> bool:
         """Whether it was there."""
@@ -90,7 +88,7 @@ class BoundedStore(Generic[K, V]):
     def drop_expired(self, now_s: float) -> int:
         """How many were dropped, at most `DROPPED_AT_ONCE`."""
         oldest = islice(self._entries.items(), DROPPED_AT_ONCE)
-        expired = [key for key, _ in takewhile(lambda each: each[1].expires_s <= now_s, oldest)]
+        expired = [key for key, _ in takewhile(lambda each: each[1][1] <= now_s, oldest)]
         for key in expired:
             self.remove(key)
         return len(expired)

@@ -24,23 +24,23 @@ class Rates:
         """The time until the next one is allowed; 0 if it is allowed now."""
         return max(0.0, (1 - self._tokens(key, now_s)) / self._per_s)
 
-    def count(self, key: Hashable, now_s: float) -> None:
-        """One has happened. Several may have been allowed at the same time."""
-        self._buckets[key] = max(-self._burst, self._tokens(key, now_s) - 1), now_s
+    def count(self, key: Hashable, now_s: float, amount: float = 1.0) -> None:
+        """One has happened, or one that counts as an `amount`. Several may have been allowed at the same time."""
+        self._buckets[key] = max(-self._burst, self._tokens(key, now_s) - amount), now_s
         self._buckets.move_to_end(key)
         if len(self._buckets) > KEYS:
             self._buckets.popitem(last=False)
 
-    def give_back(self, key: Hashable, now_s: float) -> None:
-        """One that was counted is not to count."""
+    def give_back(self, key: Hashable, now_s: float, amount: float = 1.0) -> None:
+        """An `amount` that was counted is not to count."""
         if key in self._buckets:
-            self._buckets[key] = min(self._burst, self._tokens(key, now_s) + 1), now_s
+            self._buckets[key] = min(self._burst, self._tokens(key, now_s) + amount), now_s
 
-    def take(self, key: Hashable, now_s: float) -> bool:
-        """Whether one is allowed now; then it counts."""
+    def take(self, key: Hashable, now_s: float, amount: float = 1.0) -> bool:
+        """Whether one is allowed now; then it counts, as `amount`."""
         if self.wait_s(key, now_s) > 0:
             return False
-        self.count(key, now_s)
+        self.count(key, now_s, amount)
         return True
 
     def _tokens(self, key: Hashable, now_s: float) -> float:

@@ -11,14 +11,17 @@ import ipaddress
 from typing import TYPE_CHECKING, cast
 from weakref import WeakKeyDictionary
 
+import trio
 from libp2p.network.exceptions import SwarmException
 
 from llmnode.core.address_groups import address_groups
 from llmnode.core.budget import Budget, Kind, Resource, Worth
 from llmnode.core.ids import PeerId
+from llmnode.core.rates import Rates
 from llmnode.net.circuit_wire import CircuitConnection
 from llmnode.net.dialling import Gate
-from llmnode.net.sockets import remote_address
+from llmnode.net.sockets import remote_address, socket_of
+from llmnode.net.turns import Turns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -40,7 +43,23 @@ class ConnectionAdmission:
         self.policy = policy.budget
         self.gate = Gate(policy.dials, self.budget.process)
         """Decides which connections the host opens."""
+        self._accepted = Rates(self.policy.accepted_burst, self.policy.accepted_per_s)
+        self._handshakes = Turns(self.policy.handshakes)
         self._half_open: WeakKeyDictionary[IRawConnection, Scope] = WeakKeyDictionary()
+
+    def accepts(self, address: str) -> bool:
+        """Whether one more connection from this IP address is looked at. Then it counts."""
+        return self._accepted.take(address_groups(address)[1], trio.current_time())
+
+    async def wait_turn(self, raw: IRawConnection, patience_s: float) -> None:
+        """Until the other side has said something, and it is the turn of its address group."""
+        try:
+            with trio.fail_after(patience_s):
+                if (sock := socket_of(raw)) is not None:
+                    await trio.lowlevel.wait_readable(sock)
+                await self._handshakes.wait(address_groups(address_of(raw)))
+        except (trio.TooSlowError, trio.ClosedResourceError, OSError) as error:
+            raise SwarmException("a connection that says nothing, or too many from its addresses") from error
 
     def begin(self, raw: IRawConnection, end: Callable[[], None]) -> Scope:
         """A connection to us whose peer has not proved its identity yet. `end` gives it up."""

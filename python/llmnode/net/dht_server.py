@@ -21,11 +21,11 @@ from multiaddr import Multiaddr
 from multiaddr.exceptions import Error as MultiaddrError
 
 from llmnode.core.budget import Resource
-from llmnode.core.rates import Rates
 from llmnode.errors import PeerError, PeerUnreachable, RemoteProtocolError
 from llmnode.net.admission import groups_of
 from llmnode.net.circuit_wire import leave, receive, send
 from llmnode.net.dht_stores import kept_for
+from llmnode.net.turns import Turns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -50,7 +50,7 @@ class DhtServer:
         self._key_of = key_of
         self._dht = dht
         self._policy = policy
-        self._rates = Rates(policy.requests_burst, policy.requests_per_s)
+        self._turns = Turns(policy.requests)
         self._streams: Counter[str] = Counter()  # by peer and by address group; "" is all of them
 
     async def take_stream(self, stream: INetStream) -> None:
@@ -63,8 +63,8 @@ class DhtServer:
                 await self._note_peer(connection.peer_id)
                 while (request := await self._next(net_stream)) is not None:
                     connection.used_s = trio.current_time()
+                    await self._turns.wait((group, str(connection.peer_id)))
                     with self._turn(connection):
-                        await self._wait(group)
                         with kept_for(group):
                             answer = self._answer(request, connection.peer_id)
                         if answer is not None:
@@ -99,12 +99,6 @@ class DhtServer:
             yield
         finally:
             scope.release(Resource.HEAVY_ANSWERS, 1)
-
-    async def _wait(self, group: str) -> None:
-        """Until the address group may have one more answer."""
-        wait_s = self._rates.wait_s(group, trio.current_time())
-        self._rates.count(group, trio.current_time())
-        await trio.sleep(wait_s)
 
     async def _next(self, stream: NetStream) -> Message | None:
         """None at the end. Raises one of FAILURES."""

@@ -18,13 +18,13 @@ from libp2p.kad_dht.provider_store import ProviderStore
 from libp2p.kad_dht.value_store import ValueStore
 from libp2p.peer.id import ID
 from libp2p.peer.peerinfo import PeerInfo
+from multiaddr import Multiaddr
 
 from llmnode.core.bounded_store import ENTRY_BYTES, BoundedStore, in_turn
 
 if TYPE_CHECKING:
     from libp2p.abc import IHost
     from libp2p.kad_dht.pb.kademlia_pb2 import Record
-    from multiaddr import Multiaddr
 
     from llmnode.core.policy import DhtPolicy
 
@@ -94,7 +94,7 @@ class Providers(ProviderStore):
         super().__init__(host, peer_routing)
         self._policy = policy
         self._rng = SystemRandom()
-        self._records: BoundedStore[tuple[bytes, bytes], tuple[PeerInfo, str]] = BoundedStore(
+        self._records: BoundedStore[tuple[bytes, bytes], tuple[bytes, ...]] = BoundedStore(
             policy.provider_bytes, policy.lifetime_s, self._rng, self._note_dropped
         )
         self._of_key: dict[bytes, dict[bytes, str]] = {}  # the sources of the records, by key and peer
@@ -108,19 +108,19 @@ class Providers(ProviderStore):
         source, peer = _SOURCE.get(), provider.peer_id.to_bytes()
         if len(key) > self._policy.key_bytes:
             return
-        addresses = _told(provider.addrs, self._policy)
+        addresses = _told(provider.addrs, self._policy)  # bytes, see `BoundedStore`
         places = self._living(key)
         if peer not in places and len(places) >= self._policy.providers_per_key:
             self._drop(key, self._to_make_way(places, source))
-        size_bytes = len(key) + len(peer) + ENTRY_BYTES * (1 + len(addresses)) + sum(map(_size, addresses))
-        if self._records.put((key, peer), (PeerInfo(provider.peer_id, addresses), source), size_bytes, source, now()):
+        size_bytes = len(key) + len(peer) + ENTRY_BYTES * (1 + len(addresses)) + sum(map(len, addresses))
+        if self._records.put((key, peer), addresses, size_bytes, source, now()):
             self._of_key.setdefault(key, {})[peer] = source
 
     def get_providers(self, key: bytes) -> list[PeerInfo]:
         """A few of them, at random, from many sources."""
         chosen = in_turn(self._living(key), self._policy.providers_told, self._rng)
-        found = (self._records.get((key, peer), now()) for peer in chosen)
-        return [each[0] for each in found if each is not None]
+        found = ((peer, self._records.get((key, peer), now())) for peer in chosen)
+        return [PeerInfo(ID(peer), list(map(Multiaddr, each))) for peer, each in found if each is not None]
 
     def forget(self, key: bytes) -> None:
         for peer in list(self._of_key.get(key, ())):
@@ -163,9 +163,6 @@ def now() -> float:
     return trio.current_time()
 
 
-def _told(addresses: list[Multiaddr], policy: DhtPolicy) -> list[Multiaddr]:
-    return [each for each in addresses[: policy.addresses] if _size(each) <= policy.address_bytes]
-
-
-def _size(address: Multiaddr) -> int:
-    return len(address.to_bytes())
+def _told(addresses: list[Multiaddr], policy: DhtPolicy) -> tuple[bytes, ...]:
+    told = (each.to_bytes() for each in addresses[: policy.addresses])
+    return tuple(each for each in told if len(each) <= policy.address_bytes)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import libp2p.network.swarm
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from libp2p.abc import IHost, IMuxedConn, INetStream, IRawConnection
     from libp2p.crypto.keys import KeyPair
     from libp2p.network.swarm import Swarm
-    from libp2p.transport.tcp.tcp import TCP
+    from libp2p.transport.tcp.tcp import TCP, TCPListener
 
     from llmnode.core.policy import LinkPolicy
     from llmnode.net.dialling import Gate
@@ -84,13 +85,14 @@ async def open_host(
     swarm = cast("Swarm", host.get_network())
     swarm.set_resource_manager(None)  # its own has other limits, which grow and shrink, and remembers every peer
     use_our_transport(host, noise, policy.dial_timeout_s, admission)
-    _admit_inbound(swarm, admission)
+    _admit_inbound(swarm, admission, policy.dial_timeout_s)
     _guard_dials(swarm, admission.gate)
     _dial_when_told(swarm)
     _outlive_streams(swarm, admission)
     async with host.run(listen_addrs=listen):
         # It would dial every peer that we have ever met, and most eagerly those that we have just left.
         await swarm.auto_connector.stop()
+        _accept_few(swarm, admission)
         try:
             yield host
         finally:
@@ -99,7 +101,22 @@ async def open_host(
                     await listener.close()
 
 
-def _admit_inbound(swarm: Swarm, admission: ConnectionAdmission) -> None:
+def _accept_few(swarm: Swarm, admission: ConnectionAdmission) -> None:
+    """It begins a task for each connection, however many come from one address."""
+
+    async def accept(listening: trio.socket.SocketType) -> trio.SocketStream:
+        while True:
+            accepted, address = await listening.accept()
+            if admission.accepts(address[0]):
+                return trio.SocketStream(accepted)
+            accepted.close()
+
+    for listener in swarm.listeners.values():
+        for each in cast("TCPListener", listener).listeners:
+            each.accept = partial(accept, each.socket)  # type: ignore[method-assign]
+
+
+def _admit_inbound(swarm: Swarm, admission: ConnectionAdmission, patience_s: float) -> None:
     """It keeps the task and the slot of an inbound connection until the host ends, so that the slots run out for good.
 
     Nor does it know how many are from one place, which alone could take all.
@@ -110,6 +127,7 @@ def _admit_inbound(swarm: Swarm, admission: ConnectionAdmission) -> None:
         with trio.CancelScope() as evicted:
             half_open = admission.begin(raw_conn, evicted.cancel)
             try:
+                await admission.wait_turn(raw_conn, patience_s)
                 connection = await upgrade(raw_conn, address)
             finally:
                 half_open.close()

@@ -23,6 +23,7 @@ from llmnode.core.route import Hop, HopCost, Route, cost_s, find_detour, find_ro
 from llmnode.core.span import Span
 from llmnode.core.view import online
 from llmnode.errors import NoRoute, PeerError, PeerRefused, PeerUnreachable
+from llmnode.session.newcomers import Newcomers
 from llmnode.session.reaching import Reaching
 from llmnode.session.trials import Trials
 from llmnode.wire.messages import RefusalCode
@@ -80,6 +81,7 @@ class PeerFinder:
         self._standing = Standing(policy.standing)
         self._broken = BrokenPromises(policy.standing)
         self._trials = Trials(model, policy, self.reaching, self.note_served, self.report)
+        self._newcomers = Newcomers(model.blocks, policy, self._standing, self._trials, self.rng)
         self._full_until_s: dict[PeerId, float] = {}  # peers without free KV for a session, by their own estimate
 
     async def look_up(self) -> None:
@@ -122,26 +124,22 @@ class PeerFinder:
         """The peer does not do what it announces. `Reaching` counts those that were not reached."""
         if (group := self.group_of(peer)) is not None:
             self._broken.note(group, now_s)
-            self._try_others(now_s)
+            self._try_others()
 
     async def note_slow(self, span: Span, slow: Collection[PeerId] = ()) -> None:
         """Peers are much slower than they say, perhaps busy. Others are tried, until some have computed `span`."""
-        now_s = trio.current_time()
-        self._broken.note(None, now_s)
-        self._try_others(now_s)
+        self._broken.note(None, trio.current_time())
+        self._try_others()
         await self._wait_for_trials(span, slow)
 
-    def _try_others(self, now_s: float) -> None:
+    def _try_others(self) -> None:
         """Begin to try several servers that have not proved themselves: others may fail like the last one."""
-        others = (each for each in self._candidates() if not self._is_banned(each))
-        self._trials.begin([each for each in others if not self._standing.is_proven(each.peer, now_s)])
+        self._newcomers.try_all(self._good(self._candidates()))
 
     async def _wait_for_trials(self, span: Span, avoid: Collection[PeerId] = ()) -> None:
         """If servers are being tried, until some that have computed, or proved themselves before, cover `span`."""
         if self._trials.is_running:
-            now_s, others = trio.current_time(), [each for each in self._usable() if not self._is_banned(each)]
-            served = [each for each in others if each.peer not in avoid and self._has_served(each, now_s)]
-            await self._trials.wait(span, [each.offer.span for each in served], avoid)
+            await self._newcomers.wait(span, self._good(self._usable()), avoid)
 
     def words(self, route: Route) -> list[Word | None]:
         """The word that the peer of each hop is held to; None if no others could take its place."""
@@ -150,17 +148,14 @@ class PeerFinder:
     def is_outdone(self, hop: Hop, took_s: float, length: int, *, beside: Collection[PeerId], at_once: int) -> bool:
         """Whether others that have computed lately, and have KV for this `length`, take a small part of `took_s`."""
         living = {each.peer for each in self.pool.living()} - {hop.peer}
-        served = [each for each in self._candidates(length) if each.peer in living and not self._is_banned(each)]
-        usable = [each for each in served if self._has_served(each, trio.current_time())]
+        others, now_s = self._good(self._candidates(length)), trio.current_time()
+        usable = [each for each in others if each.peer in living and self._newcomers.has_served(each, now_s)]
         costs = self._costs(usable, length, beside=beside, at_once=at_once)
         try:
-            others = find_detour(hop.span, _held(usable), costs, self._ways(usable))
+            detour = find_detour(hop.span, _held(usable), costs, self._ways(usable))
         except NoRoute:
             return False
-        return self.policy.standing.leaving_times * cost_s(others, costs) < took_s
-
-    def _has_served(self, each: Announcement, now_s: float) -> bool:
-        return self._standing.is_proven(each.peer, now_s) or self._trials.has_computed(each.peer, now_s)
+        return self.policy.standing.leaving_times * cost_s(detour, costs) < took_s
 
     def _breaks_promise(self, refusal: PeerRefused) -> bool:
         """Whether the peer had accepted the session, or says that it does not hold the adapter that it announces."""
@@ -197,11 +192,8 @@ class PeerFinder:
         that could not be reached.
         """
         await self._wait_for_trials(span, avoid)
-        usable = [
-            each
-            for each in self._candidates(positions)
-            if each.peer not in avoid and (hurry or not self._is_banned(each))
-        ]
+        others = self._candidates(positions)
+        usable = [each for each in (others if hurry else self._good(others)) if each.peer not in avoid]
         try:
             costs = self._costs(usable, positions, beside=beside, at_once=at_once)
             route = find_detour(span, _held(usable), costs, self._ways(usable))
@@ -232,11 +224,8 @@ class PeerFinder:
 
         If possible it is in none of the address `groups`: peers of one group may all be one stranger's.
         """
-        twins = [
-            each
-            for each in self._candidates()
-            if each.offer.span.covers(span) and each.peer not in avoid and not self._is_banned(each)
-        ]
+        good = self._good(self._candidates())
+        twins = [each for each in good if each.offer.span.covers(span) and each.peer not in avoid]
         if not twins:
             raise NoRoute([span])
         costs = self._costs(twins)
@@ -269,7 +258,8 @@ class PeerFinder:
         while True:
             await self._wait_for_trials(Span(0, self.model.blocks))
             usable = [each for each in self._candidates(positions) if each.peer not in failed]
-            route = self._route(usable, failed, positions)
+            explored = await self._newcomers.explore(self._good(usable))
+            route = self._route(usable, failed, positions, explored)
             connections, errors = await self.reaching.connect(route, usable)
             if not errors:
                 self.reaching.measure_some([hop.peer for hop in route], usable)
@@ -279,14 +269,19 @@ class PeerFinder:
                 failed[error.peer or route[0].peer] = error
             if trio.current_time() >= until_s:
                 raise errors[-1]
-            self.reaching.warm_some([each for each in usable if each.peer not in failed and not self._is_banned(each)])
+            self.reaching.warm_some([each for each in self._good(usable) if each.peer not in failed])
 
-    def _route(self, usable: Sequence[Announcement], failed: dict[PeerId, PeerError], positions: int) -> Route:
+    def _route(
+        self,
+        usable: Sequence[Announcement],
+        failed: dict[PeerId, PeerError],
+        positions: int,
+        explored: Collection[PeerId],
+    ) -> Route:
         """A route over peers that are not banned, or else over all of `usable`."""
-        good = [each for each in usable if not self._is_banned(each)]
-        explores = self.rng.random() < self.policy.standing.explored_share
+        good = self._good(usable)
         try:
-            costs = self._costs(good, positions, explores=explores)
+            costs = self._costs(good, positions, explored=explored)
             return find_route(self.model.blocks, _held(good), costs, self._ways(good))
         except NoRoute:
             pass
@@ -302,7 +297,7 @@ class PeerFinder:
         if not self.policy.route.standbys:
             return
         peers = {hop.peer for hop in route}
-        others = [each for each in self._candidates() if each.peer not in peers and not self._is_banned(each)]
+        others = [each for each in self._good(self._candidates()) if each.peer not in peers]
         addresses, held = {each.peer: each.addresses for each in others}, _held(others)
         costs, ways = self._costs(others), self._ways(others)
         for hop in route:
@@ -313,12 +308,16 @@ class PeerFinder:
     def _is_banned(self, announcement: Announcement) -> bool:
         return self._bans.is_banned(announcement.peer, trio.current_time())
 
+    def _good(self, announcements: Sequence[Announcement]) -> list[Announcement]:
+        """Those of peers that have not failed lately."""
+        return [each for each in announcements if not self._is_banned(each)]
+
     def _costs(
         self,
         announcements: Sequence[Announcement],
         positions: int = 0,
         *,
-        explores: bool = False,
+        explored: Collection[PeerId] = (),
         beside: Collection[PeerId] = (),
         at_once: int = 0,
     ) -> dict[PeerId, HopCost]:
@@ -334,7 +333,7 @@ class PeerFinder:
             candidate_of(each, row_bytes, round_trips_s.get(each.peer), sessions.get(each.peer, 0))
             for each in announcements
         ]
-        believed = self._standing.costs(candidates, now_s, explores=explores)
+        believed = self._standing.costs(candidates, now_s, explored)
         reached, costs = {*sessions, *round_trips_s}, {}
         for each in announcements:
             penalty, cost = self._suspicion.penalty(each.peer, now_s), believed[each.peer]

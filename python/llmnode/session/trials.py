@@ -73,8 +73,11 @@ class Trials:
         """It is not preferred any more."""
         self._computed.pop(peer, None)
 
-    def begin(self, announced: Sequence[Announcement]) -> None:
-        """Try the servers that were not tried lately, in tasks: in this order, but each of another group first."""
+    def begin(self, announced: Sequence[Announcement], most: int | None = None) -> None:
+        """Try the servers that were not tried lately, in tasks: in this order, but each of another group first.
+
+        At most this number of them, by default as many as after a failure (`TrialPolicy`).
+        """
         now_s = trio.current_time()
         self._began_s = {peer: at_s for peer, at_s in self._began_s.items() if now_s < at_s + self._policy.keeps_s}
         self._computed = {peer: span for peer, span in self._computed.items() if peer in self._began_s}
@@ -84,7 +87,7 @@ class Trials:
         chosen = {each.peer for each in firsts.values()}
         ordered = [*reversed(firsts.values()), *(each for each in fresh if each.peer not in chosen)]
         if ordered and not self.is_running:  # what fails meanwhile begins no others, or hostile servers could go on so
-            self._waiting = ordered[: self._policy.most]
+            self._waiting = ordered[: self._policy.most if most is None else most]
             self.is_running = True
             self._reaching.start_soon(self._run)
 

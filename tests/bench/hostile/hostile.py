@@ -1,7 +1,8 @@
 """`tests/bench/run hostile`: honest clients of real servers while hostile peers attack these, from one address or many.
 
 Before each attack the same clients are measured without one: a ratio compares the two. Attackers run in a process of
-their own at the lowest priority, so that their own work costs honest peers little on a small machine.
+their own at the lowest priority. On a small machine they still take processor time from honest peers. So after each
+attack the clients are measured again, beside a process that burns as much processor time and sends nothing.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import psutil
 import trio
 
 from bench.hostile.attacks import ATTACKS, Order
@@ -47,6 +49,14 @@ SETTLE_S = 3.0
 """Attackers have this long until they are measured, and to be gone again."""
 VICTIM = "127.0.0.200"
 VICTIM_PORTS = 4
+BURN = """
+import sys, time
+share, began_s = float(sys.argv[1]), time.monotonic()
+while True:
+    if time.process_time() > share * (time.monotonic() - began_s):
+        time.sleep(0.001)
+"""
+"""A program that takes a share of one processor."""
 PRIVATE_VICTIM = ("10.201.77.1", 22)
 """An address in a network that no node is in. A node that dials it has a socket to it for a while."""
 
@@ -67,6 +77,8 @@ class Phase:
     """Connections to victims."""
     private_dials: set[int] = field(default_factory=set)
     """The servers that had a socket to the private victim."""
+    processors: dict[str, float] = field(default_factory=dict)
+    """The processors that each kind of process took, in the mean. All servers count together."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -110,10 +122,12 @@ async def run(options: Options) -> Report:
                     print(f"{name}, {at} address{'es' * (at > 1)}", file=sys.stderr)
                     before = await _measure(users, servers, seconds, options.tokens)
                     async with _attacked(its_parts, at, servers, spans) as victim:
-                        during = await _measure(users, servers, seconds, options.tokens)
+                        during = await _measure(users, servers, seconds, options.tokens, victim.attackers)
                         during.dials = victim.dials
-                    rows.append(_row(name, at, before, during))
-                    aims += _aims(name, at, before, during, len(servers) + clients)
+                    async with _burning(during.processors["attackers"]) as burner:
+                        burning = await _measure(users, servers, seconds, options.tokens, burner)
+                    rows.append(_row(name, at, before, during, burning))
+                    aims += _aims(name, at, before, during, burning, len(servers) + clients)
     conditions = {"servers": len(spans), "clients": clients, "seconds": seconds, "tokens": options.tokens}
     return Report(rows, aims, conditions, "a ratio is of the attack and the seconds before it")
 
@@ -123,9 +137,10 @@ async def run(options: Options) -> Report:
 
 @dataclass(slots=True)
 class Victim:
-    """A host that strangers name, and the number of connections to it."""
+    """A host that strangers name, and the number of connections to it. `attackers` is their process."""
 
     listeners: list[trio.SocketListener]
+    attackers: int = 0
     dials: int = 0
 
     @property
@@ -166,6 +181,7 @@ async def _attacked(
         try:
             assert process.stdout is not None
             assert await process.stdout.receive_some(), "the attackers have failed to start"
+            victim.attackers = process.pid
             await trio.sleep(SETTLE_S)
             yield victim
         finally:
@@ -178,13 +194,30 @@ async def _attacked(
     await trio.sleep(SETTLE_S)
 
 
+@asynccontextmanager
+async def _burning(processors: float) -> AsyncIterator[int]:
+    """A process of the attackers' priority takes the processors that they took. It sends nothing. Yields its id."""
+    command = ["nice", "-n", "19", sys.executable, "-P", "-c", BURN, str(processors)]
+    process = await trio.lowlevel.open_process(command)
+    try:
+        await trio.sleep(SETTLE_S)
+        yield process.pid
+    finally:
+        process.kill()
+        with trio.CancelScope(shield=True):
+            await process.wait()
+
+
 # The honest clients
 
 
-async def _measure(users: Sequence[Client], servers: Sequence[ServerProcess], seconds: float, tokens: int) -> Phase:
-    """Each user has texts generated, one after the other, until the time is over."""
+async def _measure(
+    users: Sequence[Client], servers: Sequence[ServerProcess], seconds: float, tokens: int, other: int = 0
+) -> Phase:
+    """Each user has texts generated, one after the other, until the time is over. `other` is a process beside them."""
     phase = Phase(seconds)
     until_s = trio.current_time() + seconds
+    before_s = _processor_s(servers, other)
     async with trio.open_nursery() as beside:
         beside.start_soon(_watch, phase, users, servers)
         async with trio.open_nursery() as nursery:
@@ -192,7 +225,26 @@ async def _measure(users: Sequence[Client], servers: Sequence[ServerProcess], se
                 nursery.start_soon(_generate, phase, user, until_s, tokens)
         beside.cancel_scope.cancel()
     phase.seconds += trio.current_time() - until_s
+    after_s = _processor_s(servers, other)
+    phase.processors = {each: (after_s[each] - before_s[each]) / phase.seconds for each in after_s}
     return phase
+
+
+def _processor_s(servers: Sequence[ServerProcess], other: int) -> dict[str, float]:
+    """The processor time of each kind of process since it began, in seconds."""
+    taken: dict[str, float] = defaultdict(float)
+    for server in servers:
+        own, *workers = with_worker(server.pid)
+        taken["servers"] += _taken_s(own)
+        taken["workers"] += sum(map(_taken_s, workers))
+    taken["clients"] = _taken_s(psutil.Process())
+    taken["attackers"] = _taken_s(psutil.Process(other)) if other else 0.0
+    return taken
+
+
+def _taken_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
 
 
 async def _generate(phase: Phase, user: Client, until_s: float, tokens: int) -> None:
@@ -230,13 +282,14 @@ def _is_avoided(user: Client, peer: PeerId) -> bool:
 # The report
 
 
-def _row(name: str, addresses: int, before: Phase, during: Phase) -> Row:
+def _row(name: str, addresses: int, before: Phase, during: Phase, burning: Phase) -> Row:
     return {
         "attack": name,
         "addresses": addresses,
         "tokens/s before": before.tokens_per_s,
         "tokens/s": during.tokens_per_s,
         "ratio": during.tokens_per_s / before.tokens_per_s,
+        "ratio beside burners": burning.tokens_per_s / before.tokens_per_s,
         "p95 of a token, ms": during.p95_s * 1e3,
         "p95 ratio": during.p95_s / before.p95_s,
         "failed": len(during.failed),
@@ -244,15 +297,19 @@ def _row(name: str, addresses: int, before: Phase, during: Phase) -> Row:
         "a server, MiB": max(during.memory_mib.values()),
         "it grew, MiB": max(during.memory_mib[number] - before.memory_mib[number] for number in before.memory_mib),
         "dials to victims": during.dials,
+        **{f"processors: {each}": taken for each, taken in during.processors.items()},
+        **{f"before: {each}": taken for each, taken in before.processors.items() if each != "attackers"},
+        "processors: burners": burning.processors["attackers"],
         "first failure": during.failed[0] if during.failed else "",
     }
 
 
-def _aims(name: str, addresses: int, before: Phase, during: Phase, nodes: int) -> list[Aim]:
+def _aims(name: str, addresses: int, before: Phase, during: Phase, burning: Phase, nodes: int) -> list[Aim]:
     what, policy = f"{name}, from {addresses}: ", DialPolicy()
     allowed = nodes * VICTIM_PORTS * (policy.place_burst + policy.place_per_s * (during.seconds + SETTLE_S))
     return [
         at_least(f"{what}tokens/s of before", during.tokens_per_s / before.tokens_per_s, 0.8),
+        at_least(f"{what}tokens/s beside burners", during.tokens_per_s / burning.tokens_per_s, 0.8),
         at_most(f"{what}p95 of before", during.p95_s / before.p95_s, 2.0),
         exactly(f"{what}failed sessions", len(during.failed)),
         exactly(f"{what}wrong bans", len(during.banned - before.banned)),

@@ -2,8 +2,8 @@
 
 A peer's word costs it nothing: a liar says that it is the fastest, and gets every session. So a peer that has served us
 counts as fast as we have seen, or as slow as it says. Another peer counts as slow as it says, but hardly faster than
-those that we know, and as slow as its steps were. A small share of new sessions believes such peers, so that fast ones
-are found. Knows no clock: the time is told.
+those that we know, and as slow as its steps were. A small share of new sessions believes such peers, once they have
+computed something in a trial, so that fast ones are found. Knows no clock: the time is told.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from llmnode.core.peers.peer_speed import Word
 from llmnode.core.route import HopCost, covers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from llmnode.core.announcement import Announcement
     from llmnode.core.ids import PeerId
@@ -122,9 +122,9 @@ class Standing:
         return found
 
     def costs(
-        self, candidates: Sequence[Candidate], now_s: float, *, explores: bool = False
+        self, candidates: Sequence[Candidate], now_s: float, explored: Collection[PeerId] = ()
     ) -> Mapping[PeerId, HopCost]:
-        """The cost of a token at each peer. `explores`: fast newcomers are to be believed more than usual."""
+        """The cost of a token at each peer. Newcomers that are `explored` are to be believed more than usual."""
         own_s = {each.peer: each.said_upload_s for each in candidates}
         default, policy, candidates = HopCost(), self._policy, unmeasured_as_slow(candidates)
         costs = {
@@ -134,14 +134,13 @@ class Standing:
         }
         proven = set(costs)
         seen_s = [seen for each in candidates if each.peer in proven and (seen := self._seen_block_s(each)) is not None]
-        if seen_s and not explores:
-            least_s = median(seen_s) * policy.unproven_cost
-        else:
-            least_s = median(seen_s or [each.said_block_s for each in candidates] or [0.0]) / policy.believed_times
+        believed_s = median(seen_s or [each.said_block_s for each in candidates] or [0.0]) / policy.believed_times
+        usual_s = median(seen_s) * policy.unproven_cost if seen_s else believed_s
         for each in candidates:
             if each.peer not in proven:
                 known = self._fresh(each.peer, now_s) if each.peer in self._known else None
                 times, round_trip_s = self._distrust(each, known), each.round_trip_s or 0.0
+                least_s = believed_s if each.peer in explored else usual_s
                 hop_s = max(default.hop_s, round_trip_s + each.said_upload_s, _excess_s(each, known))
                 costs[each.peer] = HopCost(times * hop_s, times * max(each.said_block_s, least_s), round_trip_s / 2)
         return costs

@@ -6,7 +6,7 @@ number that only one module knows, such as a size of a table or a bound on what 
 
 from __future__ import annotations
 
-from llmnode.core.policy.budget import BudgetPolicy
+from llmnode.core.policy.budget import BudgetPolicy, TurnPolicy
 from llmnode.core.policy.client import (
     ClientPolicy,
     PassPolicy,
@@ -60,5 +60,6 @@ __all__ = [
     "SwarmPolicy",
     "TrialPolicy",
     "TrustPolicy",
+    "TurnPolicy",
     "WorkerPolicy",
 ]

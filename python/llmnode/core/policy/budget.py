@@ -6,6 +6,18 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
+class TurnPolicy:
+    """How often address groups may have one kind of work done (`core/shared_rate.py`)."""
+
+    burst: float
+    """A group may have this much done at once."""
+    per_s: float
+    """Its burst comes back at this rate."""
+    shared_per_s: float
+    """Beyond their bursts, all groups together have this many turns a second."""
+
+
+@dataclass(frozen=True, slots=True)
 class BudgetPolicy:
     """The limits of a process for all peers together, and the shares that one of them may have (`core/budget.py`)."""
 
@@ -34,6 +46,14 @@ class BudgetPolicy:
     """Connections from one IPv4 address, IPv6 /56 or relay. Half-open ones name no peer, and peer ids are free."""
     connections_per_peer: int = 16
     """Two links each way need no more; those that are ending count."""
+    accepted_burst: int = 128
+    """The connections of one IPv4 address or IPv6 /56 that are accepted at once. Further ones are closed unread: each
+    would take a millisecond of the event loop."""
+    accepted_per_s: float = 4.0
+    """Then one is accepted this often."""
+    handshakes: TurnPolicy = TurnPolicy(burst=64, per_s=1, shared_per_s=16)
+    """The connections of an address group whose handshake begins. With the link that follows, it takes some
+    milliseconds of the event loop."""
     connection_bytes: int = 256 << 10
     """The memory of a connection and its link without frames, as measured."""
     idle_s: float = 15.0

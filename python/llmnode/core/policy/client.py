@@ -27,7 +27,7 @@ class StandingPolicy:
     """A peer that takes this much longer than `believed_times` what it says is far away, busy or a liar. Others are not
     compared to it."""
     explored_share: float = 1 / 16
-    """In this share of new sessions only `believed_times` limits the newcomers."""
+    """In this share of new sessions only `believed_times` limits the newcomers that have computed in a trial."""
     unproven_sessions: int = 1
     """A peer that has not proved itself gets this many sessions at a time. A further one costs `entrusted_cost`."""
     entrusted_cost: float = 4.0
@@ -129,6 +129,10 @@ class TrialPolicy:
     """Servers that are tried together, of different address groups if there are such. Each computes one position."""
     most: int = 64
     """The most that are tried after one failure."""
+    explored: int = 16
+    """The newcomers that are tried beside servers that serve well, to find faster ones."""
+    explored_s: float = 0.5
+    """A session waits this long for the first of them."""
     opens_within_s: float = 2.0
     """Others are tried too if a session has not opened within this time."""
     timeout_s: float = 10.0

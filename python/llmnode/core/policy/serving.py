@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from llmnode.core.policy.budget import TurnPolicy
 from llmnode.core.policy.reaching import RelayedPolicy
 
 if TYPE_CHECKING:
@@ -147,6 +148,12 @@ class ServePolicy:
     """An address group may send this many malformed frames at once. A further one costs the link that it came over."""
     malformed_per_s: float = 0.1
     """Then one is allowed this often."""
+    requests: TurnPolicy = TurnPolicy(burst=128, per_s=4, shared_per_s=64)
+    """The frames of an address group that ask for no work of the worker, and refusals of those that do. Each takes about
+    half a millisecond of the event loop."""
+    requests_per_step: float = 4.0
+    """A step that was computed gives its address group this many of them back: a session has some before its first
+    step, and others with it."""
     steps_ahead: int = 4
     """Steps a client may send before the one that is due has arrived."""
     passes_per_link: int = 4

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from llmnode.core.policy.budget import TurnPolicy
+
 
 @dataclass(frozen=True, slots=True)
 class DhtPolicy:
@@ -32,9 +34,9 @@ class DhtPolicy:
     request_s: float = 10.0
     """A stream without a whole request for this long is reset."""
     answer_s: float = 10.0
-    requests_burst: int = 200
-    requests_per_s: float = 50.0
-    """Requests of one address group. A request takes about a millisecond."""
+    requests: TurnPolicy = TurnPolicy(burst=200, per_s=2, shared_per_s=32)
+    """Requests of address groups. Each takes about a millisecond of the event loop. A node publishes two records every
+    `SwarmPolicy.directory_every_s`."""
 
 
 @dataclass(frozen=True, slots=True)

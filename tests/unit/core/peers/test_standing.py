@@ -79,7 +79,7 @@ def test_a_peer_that_says_that_it_is_slow_is_believed() -> None:
 def test_an_exploring_session_finds_a_fast_newcomer() -> None:
     standing = Standing(POLICY)
     serve(standing, HONEST[0], BLOCKS * HONEST_S)
-    usual, exploring = (standing.costs(candidates(LIAR), 0.0, explores=each)[LIAR] for each in (False, True))
+    usual, exploring = (standing.costs(candidates(LIAR), 0.0, each)[LIAR] for each in ((), (LIAR,)))
     assert usual.block_s == HONEST_S * POLICY.unproven_cost
     assert exploring.block_s == HONEST_S / POLICY.believed_times
 
@@ -206,7 +206,7 @@ def test_nobody_gains_by_saying_less_than_it_takes(
     for number in refused:
         standing.note_failed(peers[number], 0.0)
     offers = [Candidate(peer, said_s, 0) for peer, said_s in zip(peers, said, strict=False)]
-    costs = standing.costs(offers, 0.0, explores=explores)
+    costs = standing.costs(offers, 0.0, peers if explores else ())
     assert costs.keys() == {each.peer for each in offers}
     for each in offers:
         assert costs[each.peer].block_s >= each.said_block_s
