@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(120)]
 
 POLICY = ServePolicy()
-GROWTH_MIB, LONGEST_STEP_S = 8.0, 0.25
+GROWTH_MIB, LONGEST_STEP_S = 8.0, 0.03
 
 
 async def refusals_until_the_end(link: Link) -> int:

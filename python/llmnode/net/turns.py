@@ -39,7 +39,7 @@ class Turns:
         self._rate.give_back(group, amount, trio.current_time())
 
     async def wait(self, path: Sequence[str], amount: float = 1.0) -> None:
-        """Until the work of `path` may be done: while its group has a part of its burst left, others only run before."""
+        """Until the work of `path` may be done: while its group has some of its burst left, others only run before."""
         if self.take(path, amount):
             await trio.lowlevel.checkpoint()
             return

@@ -2,7 +2,7 @@
 
 Before each attack the same clients are measured without one: a ratio compares the two. Attackers run in a process of
 their own at the lowest priority. On a small machine they still take processor time from honest peers. So after each
-attack the clients are measured again, beside a process that burns as much processor time and sends nothing.
+attack the clients are measured again, beside a process that burns the same processor time and sends nothing.
 """
 
 from __future__ import annotations

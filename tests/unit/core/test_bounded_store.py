@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from random import Random
 
@@ -97,3 +98,17 @@ def test_sources_take_turns(sources: dict[int, str], most: int) -> None:
         others = [number for other, number in counts.items() if other != source]
         if count < available:
             assert count >= max(others, default=0) - 1
+
+
+def test_entries_of_bytes_are_none_of_the_garbage_collector_s_business() -> None:
+    """Else each full collection would look through all of them, while the event loop waits."""
+    store: BoundedStore[tuple[bytes, bytes], tuple[bytes, ...]] = BoundedStore(1 << 22, 60.0, Random(1))
+    for _ in range(2):
+        gc.collect()
+    before = len(gc.get_objects())
+    for number in range(10_000):
+        store.put((b"%d" % number, b"peer"), (b"%d" % number, b"address"), 100, str(number % 16), 0.0)
+    for _ in range(3):
+        gc.collect()
+    assert len(store) == 10_000
+    assert len(gc.get_objects()) - before < 500

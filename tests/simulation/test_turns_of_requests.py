@@ -1,0 +1,104 @@
+"""Requests of strangers take turns: they cost a server a bounded time, and honest clients hardly wait for them."""
+
+from __future__ import annotations
+
+import random
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import pytest
+import trio
+
+from llmnode.core.policy import ServePolicy
+from llmnode.core.span import Span
+from llmnode.errors import PeerError, single_error
+from llmnode.swarm.peer_connection import open_connection
+from llmnode.testing import Dialogue, open_world, simulated
+from llmnode.wire.frame import Frame, FrameType
+from llmnode.wire.payload import Codec
+
+if TYPE_CHECKING:
+    from llmnode.ports import Link
+
+BLOCKS = Span(0, 6)
+SECONDS = 4
+KINDS = {
+    "questions": Frame(FrameType.DESCRIBE),
+    "steps of no session": Frame(FrameType.STEP, session=bytes(range(16)), length=1, payload=bytes(16), value_bytes=4),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("groups", [1, 16])
+@simulated
+async def test_floods_are_answered_at_a_bounded_rate_and_an_honest_client_soon(kind: str, groups: int) -> None:
+    requests, answered = ServePolicy().requests, 0
+    async with open_world() as world:
+        address = (await world.start("0a", BLOCKS)).network.addresses[0]
+
+        async def read(link: Link) -> None:
+            nonlocal answered
+            while True:
+                frame = await link.receive()
+                answered += frame.type in (FrameType.DESCRIPTION, FrameType.REFUSAL)
+
+        async def flood(number: int) -> None:
+            network = world.internet.network(f"rude {number}", f"9.9.{number % groups}.9")
+            while True:
+                with suppress(PeerError), single_error():  # a link ends that sends more than is taken
+                    link = await network.dial(address)
+                    async with trio.open_nursery() as beside:
+                        beside.start_soon(read, link)
+                        while True:
+                            await link.send(KINDS[kind])
+                            await trio.sleep(0.05)
+                await trio.sleep(0.5)
+
+        async with trio.open_nursery() as nursery:
+            for number in range(16):
+                nursery.start_soon(flood, number)
+            await trio.sleep(SECONDS)
+            allowed = groups * (requests.burst + requests.per_s * SECONDS) + requests.shared_per_s * SECONDS
+            assert answered <= allowed + groups + 2
+            assert answered >= groups * requests.burst
+            polite = await world.internet.network("polite", "8.8.8.8").dial(address)
+            async with open_connection(polite) as connection:
+                for _ in range(int(requests.burst) + 20):
+                    began_s = trio.current_time()
+                    await connection.describe(5)
+                    assert trio.current_time() - began_s < 1
+            nursery.cancel_scope.cancel()
+
+
+@simulated
+async def test_a_client_whose_steps_are_computed_need_not_wait() -> None:
+    """Each of its sessions computes two positions, and asks for three other things."""
+    async with open_world() as world:
+        await world.start("0a", BLOCKS)
+        took_s = []
+        async with world.client() as client:
+            for _ in range(int(ServePolicy().requests.burst)):
+                began_s = trio.current_time()
+                async with client.router.open_session(64, Codec.RAW) as session:
+                    dialogue = Dialogue(session, random.Random(0))
+                    await dialogue.step(1)
+                    await dialogue.step(1)
+                took_s.append(trio.current_time() - began_s)
+            assert max(took_s[1:]) == pytest.approx(took_s[1])
+
+
+@simulated
+async def test_a_request_that_waits_when_its_link_ends_is_forgotten() -> None:
+    async with open_world() as world:
+        node = await world.start("0a", BLOCKS)
+        rude = await world.internet.network("rude", "9.9.9.9").dial(node.network.addresses[0])
+        for _ in range(int(ServePolicy().requests.burst) + 50):
+            await rude.send(Frame(FrameType.DESCRIBE))
+        await rude.end("enough")
+        await trio.sleep(1)
+        polite = await world.internet.network("polite", "9.9.9.9").dial(node.network.addresses[0])
+        async with open_connection(polite) as connection:
+            with trio.fail_after(1):
+                await connection.describe(5)
+        with pytest.raises(PeerError):
+            await rude.receive()
