@@ -149,7 +149,7 @@ class ServePolicy:
     malformed_per_s: float = 0.1
     """Then one is allowed this often."""
     requests: TurnPolicy = TurnPolicy(burst=128, per_s=4, shared_per_s=64)
-    """The frames of an address group that ask for no work of the worker, and refusals of others. Each takes about half a
+    """Frames of address groups that ask for no work of the worker, and refusals of others. Each takes about half a
     millisecond of the event loop."""
     requests_per_step: float = 4.0
     """A step that was computed gives its address group this many of them back: a session has some before its first
