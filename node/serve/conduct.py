@@ -15,6 +15,7 @@ from llmnode.core.budget import Resource
 from llmnode.core.rates import Rates
 from llmnode.errors import PeerRefused
 from llmnode.net.turns import Turns
+from llmnode.wire.frame import FrameType
 from llmnode.wire.messages import RefusalCode
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ COUNTED_BYTES = 1 << 14
 """A request of this size counts as one more: it is parsed."""
 COUNTED_POSITIONS = 64
 """One that asks for results of this number of positions too: they are read and sent."""
+COUNTED_OPEN = 3.0
+"""A session that opens counts as this many more: it waits for KV, and the server looks who has to go for it."""
 
 
 class Conduct:
@@ -46,6 +49,7 @@ class Conduct:
         Raises PeerRefused without memory for a frame that waits.
         """
         path, amount = (link.group, link.peer), 1 + frame.size_bytes / COUNTED_BYTES + frame.length / COUNTED_POSITIONS
+        amount += COUNTED_OPEN * (frame.type is FrameType.OPEN)
         if self._requests.take(path, amount):
             return
         if not link.scope.take(Resource.MEMORY, frame.size_bytes):

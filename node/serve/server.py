@@ -185,8 +185,10 @@ class Server:
 
     def _addresses(self, peer: PeerId) -> Sequence[str] | None:
         """None unless it has announced a part of our model."""
-        known = self.swarm.view.of_model(self.model.digest) if self.swarm is not None else []
-        return next((each.addresses for each in online_or_draining(known) if each.peer == peer), None)
+        known = None if self.swarm is None else self.swarm.view.of_peer(peer)
+        if known is None or known.offer.profile.model_digest != self.model.digest or not online_or_draining([known]):
+            return None
+        return known.addresses
 
     def leave_link(self, session: ServerSession) -> None:
         """Its client is gone. It may wait for it, if all that do, or those of this client, do not hold too much KV."""

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from llmnode.ports import Link
     from llmnode.wire.pass_messages import Pass
 
-WORK = {FrameType.STEP, *PASSES, *ADAPTERS}
-"""The frames that ask for work of the worker, which has limits of its own."""
+WORK = {FrameType.STEP, FrameType.WANT, *PASSES, *ADAPTERS}
+"""The frames that ask for work of the worker, which has limits of its own, and a question before a push."""
 MOST_NAMED = 256
 """The sessions that a link remembers to have opened or resumed last."""
 

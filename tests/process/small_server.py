@@ -52,9 +52,9 @@ Conduct.note_malformed = forgive
 """
 
 # `llmnode serve`, that tells on SIGUSR2 which trio tasks live, the processor time of the longest step of the event loop
-# since the last time, and the hosts that it has dialled.
+# since the last time, the hosts that it has dialled, and the number of objects that a garbage collection looks through.
 WATCHED_SERVE = """
-import collections, functools, json, os, signal, sys, time, trio
+import collections, functools, gc, json, os, signal, sys, time, trio
 from llmnode.node.cli import run
 
 def names(task):
@@ -79,6 +79,7 @@ def note_dial(event, arguments):
 def tell(*_):
     tasks = collections.Counter(names(trio.lowlevel.current_root_task()))
     said = {"event": "tasks", "tasks": tasks, "longest_step_s": steps.longest_s, "dialled": sorted(dialled)}
+    said["collected"] = len(gc.get_objects())
     os.write(1, (json.dumps(said) + "\\n").encode())
     steps.longest_s = 0.0
 
@@ -104,6 +105,8 @@ class Footprint:
     tasks: Counter[str]
     longest_step_s: float
     dialled: frozenset[str]
+    collected: int
+    """The objects of the server's own process that a full garbage collection looks through."""
 
 
 @dataclass
@@ -124,7 +127,7 @@ class SmallServer:
         memory_mib = sum(each.memory_full_info().uss for each in processes) / 2**20
         files, threads = sum(each.num_fds() for each in processes), sum(each.num_threads() for each in processes)
         tasks, dialled = Counter(said["tasks"]), frozenset(said["dialled"])
-        return Footprint(memory_mib, files, threads, tasks, said["longest_step_s"], dialled)
+        return Footprint(memory_mib, files, threads, tasks, said["longest_step_s"], dialled, said["collected"])
 
     def check_no_traceback(self) -> None:
         said = self.errors.read_text()

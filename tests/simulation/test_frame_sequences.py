@@ -25,7 +25,7 @@ import trio
 
 from llmnode.core.budget import Resource
 from llmnode.core.ids import Epoch, PeerId
-from llmnode.core.policy import AdmissionPolicy, ServePolicy
+from llmnode.core.policy import AdmissionPolicy, ServePolicy, TurnPolicy
 from llmnode.core.span import Span
 from llmnode.errors import PeerUnreachable
 from llmnode.node.serve.admission import MOVED
@@ -75,6 +75,7 @@ ANSWERS = {
     FrameType.PROBED,
 }
 POLICY = ServePolicy(
+    requests=TurnPolicy(burst=1e9, per_s=1e9, shared_per_s=1e9),
     lease_s=0.5,
     malformed_burst=10**9,
     unasked_burst=10**9,

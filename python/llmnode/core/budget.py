@@ -121,7 +121,10 @@ class Scope:
 
     def of_kind(self, kind: Kind) -> Scope | None:
         """The scope of this kind that contains this one."""
-        return next((scope for scope in self.around if scope.kind is kind), None)
+        scope: Scope | None = self
+        while scope is not None and scope.kind is not kind:
+            scope = scope._parent
+        return scope
 
     def within(self, kind: Kind) -> Iterator[Scope]:
         """All scopes of this kind that this one contains."""
@@ -243,7 +246,7 @@ class Scope:
     @property
     def use(self) -> Worth:
         """The worth of a connection, with that of the sessions over it."""
-        if self.worth < Worth.USED and any(True for _ in self.within(Kind.SESSION)):
+        if self._children and self.worth < Worth.USED and any(True for _ in self.within(Kind.SESSION)):
             return Worth.USED
         return self.worth
 
@@ -312,11 +315,11 @@ def choose_victim(full: Scope, asker: Scope, resource: Resource) -> Scope | None
     asking = asker.of_kind(Kind.CONNECTION)
     own = asker.of_kind(Kind.GROUP)
     rivals = [
-        each
+        (each, use, each.of_kind(Kind.GROUP))
         for each in full.within(Kind.CONNECTION)
-        if each is not asking and each.use < Worth.OURS and each.held[resource]
+        if each is not asking and each.held[resource] and (use := each.use) < Worth.OURS
     ]
-    groups = {group for each in rivals if (group := each.of_kind(Kind.GROUP)) is not None}
+    groups = {group for _, _, group in rivals if group is not None}
     limit = full.limit(resource)
     of_groups = sum(each.held[resource] for each in full.within(Kind.GROUP))
     share = 0 if limit is None else (limit - full.held[resource] + of_groups) // max(1, len(groups))
@@ -324,15 +327,12 @@ def choose_victim(full: Scope, asker: Scope, resource: Resource) -> Scope | None
     for worth, least in ((Worth.NOTHING, 0), (Worth.LINK, share), (Worth.USED, share), (Worth.LINK, 0)):
         of_others = [
             (group.held[resource], each.held[resource], each.number, each)
-            for each in rivals
-            if each.use is worth
-            and (group := each.of_kind(Kind.GROUP)) is not None
-            and group is not own
-            and group.held[resource] > max(own_held, least)
+            for each, use, group in rivals
+            if use is worth and group not in (None, own) and group.held[resource] > max(own_held, least)
         ]
         if of_others:
             return max(of_others, key=lambda each: each[:3])[3]
-    return _own_victim([each for each in rivals if each.of_kind(Kind.GROUP) is own], asking, resource)
+    return _own_victim([each for each, _, group in rivals if group is own], asking, resource)
 
 
 def _do_nothing() -> None: ...

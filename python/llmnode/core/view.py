@@ -162,6 +162,13 @@ class View:
             key=lambda announcement: announcement.peer,
         )
 
+    def of_peer(self, peer: PeerId) -> Announcement | None:
+        """None if it is not known, or has left."""
+        entry = self._newest.get(peer)
+        if entry is None or entry.announcement.offer.state is PeerState.LEFT:
+            return None
+        return entry.announcement
+
     def of_model(self, digest: bytes) -> list[Announcement]:
         return [each for each in self.announcements() if each.offer.profile.model_digest == digest]
 

@@ -45,6 +45,8 @@ class ConnectionAdmission:
         """Decides which connections the host opens."""
         self._accepted = Rates(self.policy.accepted_burst, self.policy.accepted_per_s)
         self._handshakes = Turns(self.policy.handshakes)
+        self._begun: dict[str, dict[Scope, None]] = {}
+        """The half-open connections of each address, the oldest first."""
         self._half_open: WeakKeyDictionary[IRawConnection, Scope] = WeakKeyDictionary()
 
     def accepts(self, address: str) -> bool:
@@ -62,11 +64,31 @@ class ConnectionAdmission:
             raise SwarmException("a connection that says nothing, or too many from its addresses") from error
 
     def begin(self, raw: IRawConnection, end: Callable[[], None]) -> Scope:
-        """A connection to us whose peer has not proved its identity yet. `end` gives it up."""
-        scope = self._admit(address_of(raw), None, is_inbound=True)
+        """A connection to us whose peer has not proved its identity yet. `end` gives it up.
+
+        When there are too many of one address, its oldest makes way. That is no search, as it is for other places.
+        """
+        address = address_of(raw)
+        begun = self._begun.setdefault(address_groups(address)[1], {})
+        if len(begun) >= self.policy.half_open_per_host:
+            oldest = next(iter(begun))
+            del begun[oldest]
+            oldest.evict()
+        scope = self._admit(address, None, is_inbound=True)
         scope.on_evict = end
         self._half_open[raw] = scope
+        begun[scope] = None
         return scope
+
+    def end(self, half_open: Scope) -> None:
+        """The connection has been proved to be of a peer, or has failed."""
+        half_open.close()
+        host = half_open.of_kind(Kind.HOST)
+        assert host is not None
+        if (begun := self._begun.get(host.name)) is not None:
+            begun.pop(half_open, None)
+            if not begun:
+                del self._begun[host.name]
 
     def prove(self, connection: NoiseConnection, peer: ID) -> Scope:
         """The connection has been proved to be of `peer`. The owner of the scope closes it."""

@@ -130,7 +130,7 @@ def _admit_inbound(swarm: Swarm, admission: ConnectionAdmission, patience_s: flo
                 await admission.wait_turn(raw_conn, patience_s)
                 connection = await upgrade(raw_conn, address)
             finally:
-                half_open.close()
+                admission.end(half_open)
             assert isinstance(connection, YamuxConnection)
             await connection.event_ended.wait()
         raise SwarmException("the connection is over")  # its caller ends, instead of waiting for the swarm

@@ -148,7 +148,7 @@ class ServePolicy:
     """An address group may send this many malformed frames at once. A further one costs the link that it came over."""
     malformed_per_s: float = 0.1
     """Then one is allowed this often."""
-    requests: TurnPolicy = TurnPolicy(burst=128, per_s=4, shared_per_s=64)
+    requests: TurnPolicy = TurnPolicy(burst=128, per_s=2, shared_per_s=64)
     """Frames of address groups that ask for no work of the worker, and refusals of others. Each takes about half a
     millisecond of the event loop."""
     requests_per_step: float = 4.0
