@@ -40,15 +40,17 @@ if TYPE_CHECKING:
 STOP_S = 20.0
 ANSWER_S = 30.0
 
-# Malformed frames cost no link then, so that floods of them reach everything behind the parsers.
+# Malformed frames cost no link then, and nothing waits for its turn: floods reach everything behind the parsers.
 FORGIVING = """
 import trio
+from llmnode.net.admission import ConnectionAdmission
 from llmnode.node.serve.conduct import Conduct
 
 async def forgive(*_):
     await trio.lowlevel.checkpoint()
 
-Conduct.note_malformed = forgive
+Conduct.note_malformed = Conduct.wait_turn = ConnectionAdmission.wait_turn = forgive
+ConnectionAdmission.accepts = lambda *_: True
 """
 
 # `llmnode serve`, that tells on SIGUSR2 which trio tasks live, the processor time of the longest step of the event loop
