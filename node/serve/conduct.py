@@ -29,7 +29,7 @@ COUNTED_BYTES = 1 << 14
 COUNTED_POSITIONS = 64
 """One that asks for results of this number of positions too: they are read and sent."""
 COUNTED_OPEN = 3.0
-"""A session that opens counts as this many more: it waits for KV, and the server looks who has to go for it."""
+"""A session that opens counts as this many more: it waits for KV, and the server looks which others may go for it."""
 
 
 class Conduct:

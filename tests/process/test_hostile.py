@@ -90,9 +90,9 @@ def test_a_thousand_idle_connections_do_not_keep_a_newcomer_out(
                 stack.enter_context(socket.create_connection(place, timeout=ANSWER_S, source_address=source))
 
             async def holds_what_it_may() -> bool:
-                return served.server.footprint().files >= before.files + hosts * limits.connections_per_host
+                return served.server.footprint().files >= before.files + hosts * limits.half_open_per_host
 
-            await until(holds_what_it_may, "as many as one place may have are accepted from each")
+            await until(holds_what_it_may, "as many as one address may have half-open are accepted from each")
             with trio.fail_after(NEWCOMER_S):
                 await served.check_serves_exactly()
             now = served.server.footprint()

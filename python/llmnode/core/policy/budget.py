@@ -45,7 +45,7 @@ class BudgetPolicy:
     connections_per_host: int = 128
     """Connections from one IPv4 address, IPv6 /56 or relay. Half-open ones name no peer, and peer ids are free."""
     half_open_per_host: int = 24
-    """Of these, connections whose peer has not proved its identity yet. It takes a few round trips."""
+    """Connections of one address whose peer has not proved its identity yet. A handshake takes a few round trips."""
     connections_per_peer: int = 16
     """Two links each way need no more; those that are ending count."""
     accepted_burst: int = 128
