@@ -21,7 +21,7 @@ from llmnode.swarm.join import join_swarm
 from llmnode.wire.payload import Codec
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 
     from llmnode.client.connect import ClientParts
     from llmnode.core.announcement import Announcement
@@ -44,8 +44,14 @@ class DirectedFinder(PeerFinder):
 
     told: Route = ()
 
-    def _route(self, usable: Sequence[Announcement], failed: dict[PeerId, PeerError], positions: int) -> Route:
-        return self.told or super()._route(usable, failed, positions)
+    def _route(
+        self,
+        usable: Sequence[Announcement],
+        failed: dict[PeerId, PeerError],
+        positions: int,
+        explored: Collection[PeerId],
+    ) -> Route:
+        return self.told or super()._route(usable, failed, positions, explored)
 
 
 class DirectedClient:
