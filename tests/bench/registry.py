@@ -41,6 +41,7 @@ class Bench:
 
 BENCHES = {
     "at-once": Bench("at_once", "how many texts at once are worth having, through real servers"),
+    "checkouts": Bench("checkouts.checkouts", "decodes of this checkout against those of another one, in turn"),
     "churn": Bench("churn.churn", "twelve real servers that are killed and come back, and how they move meanwhile"),
     "clients": Bench("clients.clients", "1 to 16 clients of one server, and decodes beside a prefill or training"),
     "codec": Bench("codec.codec", "activations in 8 bits against bitsandbytes and others, and packing without loss"),

@@ -254,6 +254,17 @@ def test_routing_tries_every_route_and_takes_the_nearer_of_two_equal_servers() -
     assert decisions["a decision, ms"] > decisions["the search, ms"] > 0
 
 
+def test_checkouts_compares_this_one_with_itself() -> None:
+    root = Path(__file__).parents[2]
+    command = [*BENCH, "checkouts", str(root), "--thin", "--repeats", "2", "--tokens", "2", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(done.stdout.splitlines()[-1])["rows"]
+    assert row["swarm"] == "1 server, 1 client"
+    for quantity in ("time", "CPU of nodes", "CPU of workers", "CPU of clients"):
+        assert 0.05 < row[f"{quantity}, ratio"]["median"] < 20, quantity
+
+
 def test_workers_compares_a_thread_with_a_process_alone_and_under_load() -> None:
     command = [*BENCH, "workers", "--thin", "--repeats", "1", "--tokens", "4", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)

@@ -1,0 +1,118 @@
+"""`tests/bench/run checkouts OTHER`: decodes of this checkout against those of another one, such as an older commit.
+
+Each checkout has servers and clients of its own, in processes of its own, all at the same time. They decode in turn, in
+bursts of a second or less. Two whole runs of a benchmark, one after the other, differ by more than a commit does:
+see README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bench.checkouts import decoder
+from bench.kit.options import add_repeats, add_thin, add_threads, add_tokens
+from bench.kit.report import Report, Series, at_most, quartiles, ratios, rounds
+from llmnode.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from bench.kit.options import Options
+    from bench.kit.report import Row
+
+ROOT = Path(__file__).resolve().parents[3]
+SWARMS = ((1, 1), (3, 1), (1, 8))
+"""Servers and clients."""
+WALL = "time"
+QUANTITIES = WALL, "CPU of nodes", "CPU of workers", "CPU of clients"
+MOST = 1.03
+"""Of the other checkout's time: more is not noise."""
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    what = (
+        "another checkout of llmnode that is set up, for example a `git worktree` with `node/llmnode setup` run in it"
+    )
+    parser.add_argument("checkout", type=_checkout, metavar="OTHER", help=what)
+    add_repeats(parser, 30)
+    add_tokens(parser, 40, "tokens of each burst")
+    add_thin(parser)
+    add_threads(parser)
+
+
+def _checkout(text: str) -> Path:
+    folder = Path(text).resolve()
+    if not (folder / "python" / "llmnode").is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is no checkout of llmnode: it has no python/llmnode")
+    if not list((folder / "python" / "llmnode").glob("_native*.so")):
+        raise argparse.ArgumentTypeError(f"{text} is not set up: run {folder}/node/llmnode setup")
+    return folder
+
+
+def run(options: Options) -> Report:
+    swarms = SWARMS[:1] if options.thin else SWARMS
+    rows, aims = [], []
+    for servers, clients in swarms:
+        name = f"{_some(servers, 'server')}, {_some(clients, 'client')}"
+        print(name, file=sys.stderr)
+        ours, others = _measure(options, servers, clients)
+        row: Row = {"swarm": name, "ours, ms/token": quartiles(ours[WALL]), "other's": quartiles(others[WALL])}
+        row |= {f"{each}, ratio": quartiles(ratios(ours[each], others[each])) for each in QUANTITIES}
+        rows.append(row)
+        ratio = statistics.median(ratios(ours[WALL], others[WALL]))
+        aims.append(at_most(f"{name}: time a token, of the other checkout's", ratio, MOST))
+    conditions = {"other": str(options.checkout), "tokens": options.tokens, "rounds": options.repeats}
+    return Report(rows, aims, conditions)
+
+
+def _some(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number > 1)}"
+
+
+def _measure(options: Options, servers: int, clients: int) -> tuple[Series, Series]:
+    """Our values, and those of the other checkout."""
+    arguments = servers, clients, max(2, options.tokens // clients), options.threads
+    both = Series(), Series()
+    with ExitStack() as stack:
+        decoders = [stack.enter_context(_decoder(root, arguments)) for root in (ROOT, options.checkout)]
+        for number in rounds(options.repeats):
+            pairs = list(zip(decoders, both, strict=True))
+            for process, series in reversed(pairs) if number % 2 else pairs:
+                values = json.loads(_answer(process, "go\n"))
+                if number >= 0:
+                    series.note(dict(zip(QUANTITIES, values, strict=True)))
+    return both
+
+
+@contextmanager
+def _decoder(root: Path, arguments: Sequence[int]) -> Iterator[subprocess.Popen[str]]:
+    """`decoder.py` with the package of a checkout, and with its Python if it has one of its own."""
+    own = root / ".venv" / "bin" / "python"
+    python = str(own) if own.exists() else sys.executable
+    environment = {**os.environ, "PYTHONPATH": str(root / "python"), "OMP_NUM_THREADS": str(arguments[-1])}
+    command = [python, "-P", decoder.__file__, *map(str, arguments)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=root, env=environment, text=True, **pipes) as process:
+        _answer(process, "")
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+def _answer(process: subprocess.Popen[str], line: str) -> str:
+    """What it says next. Raises ConfigError."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(line)
+    process.stdin.flush()
+    if not (answer := process.stdout.readline()):
+        raise ConfigError("a decoder has ended: see its error above")
+    return answer

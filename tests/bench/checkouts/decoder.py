@@ -1,0 +1,80 @@
+"""A program for `checkouts.py`: decodes through its own servers, a burst for each line of its stdin.
+
+It runs in both checkouts, with the package of each. So it uses only what every version has had: `llmnode serve --json`,
+and `llmnode.connect`. Its arguments are the numbers of servers, clients, tokens of a burst, and threads. It says
+`ready`. Then it says what a token of each burst took: milliseconds, and those of CPU of the nodes, of their workers and
+of the clients.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil
+import torch
+
+import llmnode
+
+BLOCKS = 30
+WARM_UP = 16
+SERVE = (sys.executable, "-P", "-m", "llmnode.node", "serve", "--json", "--until-stdin-closes")
+
+
+def main() -> None:
+    servers, clients, tokens, threads = map(int, sys.argv[1:])
+    torch.set_num_threads(threads)
+    with ExitStack() as stack:
+        nodes: list[int] = []
+        addresses: list[str] = []
+        for index in range(servers):
+            span = f"{BLOCKS * index // servers}:{BLOCKS * (index + 1) // servers}"
+            peers = ["--peers", *addresses] if addresses else []
+            command = [*SERVE, "--blocks", span, "--threads", str(threads), *peers]
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+            node = stack.enter_context(subprocess.Popen(command, text=True, **pipes))
+            events = map(json.loads, node.stdout)
+            addresses.append(next(event["addresses"][0] for event in events if event["event"] == "ready"))
+            nodes.append(node.pid)
+        workers = [child.pid for pid in nodes for child in psutil.Process(pid).children()]
+        models = [stack.enter_context(llmnode.connect(peers=addresses)) for _ in range(clients)]
+        decode(models, WARM_UP)
+        print("ready", flush=True)
+        for _ in sys.stdin:
+            decode(models, 2)  # whatever has slept wakes up
+            kinds = nodes, workers, [psutil.Process().pid]
+            before, began_s = [cpu_s(pids) for pids in kinds], time.perf_counter()
+            decode(models, tokens)
+            took = [time.perf_counter() - began_s]
+            took += [cpu_s(pids) - then for pids, then in zip(kinds, before, strict=True)]
+            print(json.dumps([1e3 * each / (tokens * clients) for each in took]), flush=True)
+
+
+def decode(models: list[object], tokens: int) -> None:
+    """Every client generates this many tokens. All do so at once."""
+    ids = torch.tensor([[5, 6, 7, 8]])
+    length = {"min_new_tokens": tokens, "max_new_tokens": tokens}
+
+    def generate(model: object) -> None:
+        model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **length)
+
+    others = [threading.Thread(target=generate, args=(model,)) for model in models]
+    for thread in others:
+        thread.start()
+    for thread in others:
+        thread.join()
+
+
+def cpu_s(pids: list[int]) -> float:
+    """The CPU time of all threads, to the nanosecond. psutil's comes in steps of 10 ms."""
+    tasks = (task for pid in pids for task in Path(f"/proc/{pid}/task").iterdir())
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
+
+
+if __name__ == "__main__":
+    main()
