@@ -162,7 +162,6 @@ class PushInlet:
         # Each position may be pushed, and be pushed again out of a log.
         self._most_bytes = policy.pushed_times * max_length * (row_bytes + PUSHED_BYTES)
         self._window_bytes = max(policy.push_window_bytes, 2 * (row_bytes + PUSHED_BYTES))
-        self._first_bytes = max(policy.push_first_bytes, self._window_bytes)
         self._spent_bytes = 0  # in this epoch, before the sender began anew
         self._grant = self._new_grant()
         self._way: LinkGrants | None = None  # over which the sender has asked
@@ -296,6 +295,13 @@ class PushInlet:
 
     def _new_grant(self) -> PushGrant:
         return PushGrant(self._most_bytes - self._spent_bytes, self._window_bytes)
+
+    @property
+    def _first_bytes(self) -> int:
+        """What is granted at the beginning of an epoch: less where other sessions need it."""
+        policy = self._desk.policy
+        is_crowded = self._scope is not None and self._scope.is_taken(Resource.PUSHES, policy.push_first_share)
+        return max(policy.push_first_crowded_bytes if is_crowded else policy.push_first_bytes, self._window_bytes)
 
     @property
     def _waiting_bytes(self) -> int:

@@ -212,6 +212,12 @@ class Scope:
         """Whether the limits allow it, if nothing else is held."""
         return all((limit := each.limit(resource)) is None or amount <= limit for each in self.around)
 
+    def is_taken(self, resource: Resource, share: float) -> bool:
+        """Whether more than this share of a limit is taken, here or in a scope around."""
+        return any(
+            (limit := each.limit(resource)) is not None and each.held[resource] > share * limit for each in self.around
+        )
+
     def limit(self, resource: Resource) -> int | None:
         """None without a limit."""
         return self._limits.get(resource)

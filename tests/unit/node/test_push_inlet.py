@@ -99,6 +99,19 @@ async def test_two_servers_share_many_sessions_and_each_may_push_a_short_prefill
 
 
 @simulated
+async def test_a_whole_chunk_may_be_pushed_at_once_while_there_is_plenty_of_memory() -> None:
+    async with a_desk() as desk:
+        desk.open(1, WIDEST_ROW)
+        assert unpack(PushLimit, (await desk.sender.receive()).meta).limit_bytes == ServePolicy().push_first_bytes
+        whole = desk.process.limit(Resource.PUSHES) or 0
+        other = desk.process.open(Kind.SESSION, "another")
+        assert other.take(Resource.PUSHES, int(ServePolicy().push_first_share * whole))
+        desk.open(2, WIDEST_ROW)
+        limit_bytes = unpack(PushLimit, (await desk.sender.receive()).meta).limit_bytes
+        assert limit_bytes == ServePolicy().push_first_crowded_bytes
+
+
+@simulated
 async def test_a_session_that_is_short_of_memory_is_looked_after_when_some_is_given_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -185,10 +185,14 @@ class ServePolicy:
     """A step of a client waits this long for memory (`BudgetPolicy`). Meanwhile no other frame is read from its link.
     It is less than the client waits for an answer (`ClientPolicy.step_patience_s`), and than its link waits for ours to
     read (`LinkPolicy.write_timeout_s`). Pushes wait for nothing."""
-    push_first_bytes: int = 256 << 10
-    """A session grants this much to the hop before it at the beginning of an epoch, so that a short prompt is pushed
-    without a question. It is used up by the steps that follow. A peer may hold 48 MiB of pushes (`BudgetPolicy`): 192
-    such sessions between two servers."""
+    push_first_bytes: int = 1280 << 10
+    """A session grants this much to the hop before it at the beginning of an epoch, so that a prompt is pushed without
+    a question, which would take a round trip at each hop. These are 512 positions of SmolLM2-135M in fp32, or 160
+    of hidden states of 8 KiB. It is used up by the steps that follow."""
+    push_first_share: float = 0.25
+    """With more than this share of the pushes taken, it is `push_first_crowded_bytes`."""
+    push_first_crowded_bytes: int = 256 << 10
+    """A peer may hold 48 MiB of pushes (`BudgetPolicy`): about 150 sessions between two servers."""
     push_window_bytes: int = 64 << 10
     """Later it grants this much ahead, which are some decodes. Prefills ask for more while they are computed."""
     pushed_times: int = 2
