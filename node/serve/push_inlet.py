@@ -298,7 +298,7 @@ class PushInlet:
 
     @property
     def _first_bytes(self) -> int:
-        """What is granted at the beginning of an epoch: less where other sessions need it."""
+        """The size of the grant at the beginning of an epoch. It is smaller where other sessions need memory."""
         policy = self._desk.policy
         is_crowded = self._scope is not None and self._scope.is_taken(Resource.PUSHES, policy.push_first_share)
         return max(policy.push_first_crowded_bytes if is_crowded else policy.push_first_bytes, self._window_bytes)

@@ -34,7 +34,7 @@ SWARMS = ((1, 1), (3, 1), (1, 8))
 WALL = "time"
 QUANTITIES = WALL, "CPU of nodes", "CPU of workers", "CPU of clients"
 MOST = 1.03
-"""Of the other checkout's time: more is not noise."""
+"""A larger ratio to the other checkout's time is no noise."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -108,7 +108,7 @@ def _decoder(root: Path, arguments: Sequence[int]) -> Iterator[subprocess.Popen[
 
 
 def _answer(process: subprocess.Popen[str], line: str) -> str:
-    """What it says next. Raises ConfigError."""
+    """The process answers with a line. Raises ConfigError if it has ended."""
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(line)
