@@ -99,8 +99,8 @@ def _decoder(root: Path, arguments: Sequence[int]) -> Iterator[subprocess.Popen[
     python = str(own) if own.exists() else sys.executable
     environment = {**os.environ, "PYTHONPATH": str(root / "python"), "OMP_NUM_THREADS": str(arguments[-1])}
     command = [python, "-P", decoder.__file__, *map(str, arguments)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, cwd=root, env=environment, text=True, **pipes) as process:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=root, env=environment, text=True, stdin=pipe, stdout=pipe) as process:
         _answer(process, "")
         yield process
         assert process.stdin is not None

@@ -15,11 +15,17 @@ import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
 
 import llmnode
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from llmnode import DistributedModelForCausalLM
 
 BLOCKS = 30
 WARM_UP = 16
@@ -36,8 +42,9 @@ def main() -> None:
             span = f"{BLOCKS * index // servers}:{BLOCKS * (index + 1) // servers}"
             peers = ["--peers", *addresses] if addresses else []
             command = [*SERVE, "--blocks", span, "--threads", str(threads), *peers]
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-            node = stack.enter_context(subprocess.Popen(command, text=True, **pipes))
+            pipe, null = subprocess.PIPE, subprocess.DEVNULL
+            node = stack.enter_context(subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe, stderr=null))
+            assert node.stdout is not None
             events = map(json.loads, node.stdout)
             addresses.append(next(event["addresses"][0] for event in events if event["event"] == "ready"))
             nodes.append(node.pid)
@@ -55,13 +62,13 @@ def main() -> None:
             print(json.dumps([1e3 * each / (tokens * clients) for each in took]), flush=True)
 
 
-def decode(models: list[object], tokens: int) -> None:
+def decode(models: Sequence[DistributedModelForCausalLM], tokens: int) -> None:
     """Every client generates this many tokens. All do so at once."""
     ids = torch.tensor([[5, 6, 7, 8]])
-    length = {"min_new_tokens": tokens, "max_new_tokens": tokens}
+    mask = torch.ones_like(ids)
 
-    def generate(model: object) -> None:
-        model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **length)
+    def generate(model: DistributedModelForCausalLM) -> None:
+        model.generate(ids, attention_mask=mask, do_sample=False, min_new_tokens=tokens, max_new_tokens=tokens)
 
     others = [threading.Thread(target=generate, args=(model,)) for model in models]
     for thread in others:
