@@ -54,11 +54,9 @@ def main() -> None:
         print("ready", flush=True)
         for _ in sys.stdin:
             decode(models, 2)  # whatever has slept wakes up
-            kinds = nodes, workers, [psutil.Process().pid]
-            before, began_s = [cpu_s(pids) for pids in kinds], time.perf_counter()
+            before = times(nodes, workers)
             decode(models, tokens)
-            took = [time.perf_counter() - began_s]
-            took += [cpu_s(pids) - then for pids, then in zip(kinds, before, strict=True)]
+            took = [now - then for now, then in zip(times(nodes, workers), before, strict=True)]
             print(json.dumps([1e3 * each / (tokens * clients) for each in took]), flush=True)
 
 
@@ -77,7 +75,12 @@ def decode(models: Sequence[DistributedModelForCausalLM], tokens: int) -> None:
         thread.join()
 
 
-def cpu_s(pids: list[int]) -> float:
+def times(nodes: Sequence[int], workers: Sequence[int]) -> tuple[float, float, float, float]:
+    """In seconds: the clock, and the CPU of the nodes, of the workers and of this process."""
+    return time.perf_counter(), cpu_s(nodes), cpu_s(workers), time.process_time()
+
+
+def cpu_s(pids: Sequence[int]) -> float:
     """The CPU time of all threads, to the nanosecond. psutil's comes in steps of 10 ms."""
     tasks = (task for pid in pids for task in Path(f"/proc/{pid}/task").iterdir())
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
