@@ -52,8 +52,9 @@ KV_TOKENS = {"enough KV": 200, "scarce KV": 5}
 """For each of the sequences that are played at once."""
 SCARCE_AT_ONCE = 16
 WARM_UP = 500
-GROWTH_BLOCKS = 3000
-"""Blocks of Python's allocator: caches fill up. A leak of one object a sequence is more, from some thousands on."""
+GROWTH_BLOCKS = 6000
+"""Blocks of Python's allocator: caches fill up, and tables of a limited size. A leak of one object a sequence is more,
+from some thousands on."""
 GROWTH_PER_SEQUENCE = 1 / 4
 """The same where there are very many. The number goes up and down by some thousands with 16 sequences at once."""
 ANSWERS = {

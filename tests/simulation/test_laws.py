@@ -12,6 +12,7 @@ from llmnode.core.operations import DeepPrompts
 from llmnode.core.peers import dial_gate
 from llmnode.core.peers.dial_gate import PUBLIC, DialGate
 from llmnode.core.rates import Rates
+from llmnode.node.serve.conduct import Conduct
 from llmnode.node.serve.session_memory import SessionMemory
 from llmnode.testing import simulate
 from llmnode.testing.hostile import DialBait, HostilePlan, QueueStuffer, SlowReader
@@ -33,6 +34,16 @@ def without(owner: Any, name: str, instead: Any) -> Mutate:  # Any: a class or a
     return lambda monkeypatch: monkeypatch.setattr(owner, name, instead)
 
 
+def without_turns_and(owner: Any, name: str, instead: Any) -> Mutate:  # Any: as above
+    """Floods do not come as far as memory where requests take turns."""
+
+    def mutate(monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(Conduct, "wait_turn", nothing)
+        monkeypatch.setattr(owner, name, instead)
+
+    return mutate
+
+
 async def nothing(*_: object) -> None:
     """In place of what waits for memory."""
 
@@ -48,8 +59,8 @@ MUTATIONS: dict[str, tuple[HostileRole, Mutate, str]] = {
     "no gate": (BAIT, without(DialGate, "why_not", lambda *_, **__: None), "private network|dials in"),
     "private addresses": (BAIT, without(dial_gate, "scope_of", lambda _: PUBLIC), "private network"),
     "as often as named": (BAIT, repeated, "dials in"),
-    "links without a charge": (READER, without(MemoryLink, "_hold", lambda *_: True), "are its budget"),
-    "queues without a charge": (STUFFER, without(SessionMemory, "_grow", nothing), "are its budget"),
+    "links without a charge": (READER, without_turns_and(MemoryLink, "_hold", lambda *_: True), "are its budget"),
+    "queues without a charge": (STUFFER, without_turns_and(SessionMemory, "_grow", nothing), "are its budget"),
 }
 
 

@@ -112,7 +112,7 @@ GOOD: dict[type[object], list[object]] = {
     Fork: [bytes(16), bytes(16), 0, 5],
     Close: [bytes(16)],
     Slice: [bytes(16), 0, 1, 8, 0, None],
-    Backward: [[0, 3], [5, 2], 8, 8, "client", 1, None, 3, 0.5, [1, 1, 2, 16], "group"],
+    Backward: [[0, 3], [5, 2], 8, 8, "client", 1, None, 3, 0.5, [1, 1, 2, 16], "group", 4],
     DeepPrompts: [2, 1, 3, 16],
     Adopt: [bytes(32), 2, 3, 8],
     Forget: [bytes(32)],
