@@ -69,15 +69,16 @@ class ConnectionAdmission:
         When there are too many of one address, its oldest makes way. That is no search, as it is for other places.
         """
         address = address_of(raw)
-        begun = self._begun.setdefault(address_groups(address)[1], {})
+        host = address_groups(address)[1]
+        begun = self._begun.get(host, {})
         if len(begun) >= self.policy.half_open_per_host:
             oldest = next(iter(begun))
             del begun[oldest]
             oldest.evict()
-        scope = self._admit(address, None, is_inbound=True)
+        scope = self._admit(address, None, is_inbound=True)  # an address that is refused leaves nothing behind
         scope.on_evict = end
         self._half_open[raw] = scope
-        begun[scope] = None
+        self._begun.setdefault(host, {})[scope] = None
         return scope
 
     def end(self, half_open: Scope) -> None:
