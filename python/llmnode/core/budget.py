@@ -78,7 +78,6 @@ class Scope:
         "_children",
         "_limits",
         "_outside",
-        "_parent",
         "_shared",
         "_watchers",
         "held",
@@ -104,7 +103,6 @@ class Scope:
         self.is_closed = False
         self.is_shared = False
         """It is closed with the last scope within it."""
-        self._parent = parent
         self._outside: tuple[Scope, ...] = () if parent is None else parent.around
         self._limits = limits
         self._children: dict[Scope, None] = {}
@@ -121,10 +119,10 @@ class Scope:
 
     def of_kind(self, kind: Kind) -> Scope | None:
         """The scope of this kind that contains this one."""
-        scope: Scope | None = self
-        while scope is not None and scope.kind is not kind:
-            scope = scope._parent
-        return scope
+        for scope in self.around:
+            if scope.kind is kind:
+                return scope
+        return None
 
     def within(self, kind: Kind) -> Iterator[Scope]:
         """All scopes of this kind that this one contains."""
@@ -236,13 +234,14 @@ class Scope:
         """Give back all that this scope and those within it hold. Safe to call twice."""
         if self.is_closed:
             return
-        parent, held = self._parent, +self.held
+        held = +self.held
         self._mark_closed()
-        if parent is None:
+        if not self._outside:
             return
-        for scope in parent.around:
+        for scope in self._outside:
             scope.held.subtract(held)
-        parent.around[-1]._note_release()
+        parent, *_ = self._outside
+        self._outside[-1]._note_release()
         parent._children.pop(self, None)
         if parent._shared.get(self.name) is self:
             del parent._shared[self.name]

@@ -92,7 +92,7 @@ class Libp2pLink:
         self._owner = owner
         self._memory = memory
         group = memory.scope.of_kind(Kind.GROUP)
-        self._group = peer if group is None else group.name  # its scope is closed before the link is
+        self.group = peer if group is None else group.name  # its scope is closed before the link is
         self._decoder = FrameDecoder(policy)
         self._paces = [Pace(policy.pace_grace_s, policy.pace_bytes_per_s) for _ in range(3)]
         self._written_bytes = 0  # since the outbox was empty
@@ -118,10 +118,6 @@ class Libp2pLink:
     @property
     def scope(self) -> Scope:
         return self._memory.scope
-
-    @property
-    def group(self) -> str:
-        return self._group
 
     @property
     def version(self) -> int | None:
