@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from llmnode.core.many_sessions import BATCH
+from llmnode.core.speed import SHARED_SESSIONS
 from llmnode.core.texts.visible import printable
 from llmnode.machine.cache_folder import show_bytes
 from llmnode.node.commands.joining import FIND, add_mdns, add_peers, swarm_to_join
@@ -84,7 +84,8 @@ def _lines(plan: Plan) -> Iterator[str]:
         yield "  sends     not measured: no server of the swarm took a probe, and so it counts as slow"
     yield ""
     yield f"{'':26}{'without it':>14}{'with it':>14}"
-    yield _row(f"swarm, {BATCH} sessions a server", without, with_it, lambda each: f"{each.tokens_per_s:.1f} tok/s")
+    of_swarm = f"swarm, {SHARED_SESSIONS} sessions a server"
+    yield _row(of_swarm, without, with_it, lambda each: f"{each.tokens_per_s:.1f} tok/s")
     yield _row("one session", without, with_it, lambda each: _of_session(each, _speed))
     first = f"first token of {plan.prompt_tokens}"
     yield _row(first, without, with_it, lambda each: _of_session(each, lambda own: f"{own.first_token_s:.2f} s"))

@@ -13,7 +13,7 @@ import trio
 
 from llmnode.core.ids import SESSION_ID_BYTES, SessionId
 from llmnode.core.operations import Close, Forward, Open
-from llmnode.core.speed import PROMPT_POSITIONS, ComputeSpeed, seen
+from llmnode.core.speed import PROMPT_POSITIONS, SHARED_SESSIONS, ComputeSpeed, seen
 from llmnode.errors import ConfigError, ModelError, WorkerLost
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ PATIENCE_S = 1.5
 """After this time the rest of it is left out: a slow device shows how slow it is in a few steps."""
 STEPS = 16
 PROMPT = 512
-SESSIONS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +127,9 @@ async def measure_speed(
 
 
 def _sessions_that_fit(worker: Worker, length: int) -> int:
-    """Up to `SESSIONS` of this `length`, each of which takes whole pages of KV."""
+    """Up to `SHARED_SESSIONS` of this `length`, each of which takes whole pages of KV."""
     pages = ceil(length / worker.kv_page)
-    return min(SESSIONS, worker.kv_tokens_free // (pages * worker.kv_page))
+    return min(SHARED_SESSIONS, worker.kv_tokens_free // (pages * worker.kv_page))
 
 
 async def _decode(worker: Worker, model: ModelInfo, count: int, steps: int) -> float:

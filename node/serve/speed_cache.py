@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import trio
 
 from llmnode.core.model import ModelInfo
-from llmnode.core.speed import ComputeSpeed
+from llmnode.core.speed import SHARED_SESSIONS, ComputeSpeed
 from llmnode.core.user_input import read_file
 from llmnode.errors import ConfigError
 from llmnode.machine.cache_folder import cache_folder, write_in_cache
-from llmnode.node.serve.speed import SESSIONS, first_step, measure_compute
+from llmnode.node.serve.speed import first_step, measure_compute
 from llmnode.ports import Worker
 from llmnode.swarm.membership import software, wall_clock_ms
 
@@ -119,5 +119,5 @@ def _is_whole(entry: Any) -> bool:  # Any: JSON
         case {"measured_ms": int(), "tried_ms": int(), "speed": {"shared_sessions": int(sessions), **rates}}:
             names = asdict(ComputeSpeed()).keys() - {"shared_sessions"}
             are_rates = all(type(rate) is float and 0 < rate < FASTEST for rate in rates.values())
-            return rates.keys() == names and are_rates and 1 <= sessions <= SESSIONS
+            return rates.keys() == names and are_rates and 1 <= sessions <= SHARED_SESSIONS
     return False

@@ -11,14 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from llmnode.core.many_sessions import BATCH, SharedServer, many_sessions_tokens_per_s
+from llmnode.core.many_sessions import SharedServer, many_sessions_tokens_per_s
 from llmnode.core.peers.standing import Standing, candidate_of, unmeasured_as_slow
 from llmnode.core.peers.ways import believed_ways
 from llmnode.core.placement.claims import counted
 from llmnode.core.placement.policy import RebalancePolicy
 from llmnode.core.policy import ClientPolicy, StandingPolicy
 from llmnode.core.route import Hop, find_route, uncovered
-from llmnode.core.speed import PROMPT_POSITIONS
+from llmnode.core.speed import PROMPT_POSITIONS, SHARED_SESSIONS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -123,9 +123,9 @@ def forecast(
 ) -> SwarmForecast:
     """The throughput of the `servers`, all of `model` in one precision and online, and a session of `client`.
 
-    It is that of `BATCH` sessions for each server. The prompt of the one session has this number of `prompt_tokens`.
+    It is that of `SHARED_SESSIONS` sessions for each server. The prompt of the one session has this number of `prompt_tokens`.
     """
-    sessions = BATCH * len(servers)
+    sessions = SHARED_SESSIONS * len(servers)
     if uncovered(model.blocks, [each.offer.span for each in servers]):
         return SwarmForecast(0.0, sessions)
     session = forecast_session(model, servers, client, prompt_tokens)
@@ -134,7 +134,7 @@ def forecast(
 
 
 def _shared(servers: Sequence[Announcement]) -> list[SharedServer]:
-    """Their forwards by what they announce of one session and of `BATCH`, as far as placement believes it.
+    """Their forwards by what they announce of one session and of `SHARED_SESSIONS`, as far as placement believes it.
 
     Without those that have measured nothing.
     """
@@ -144,10 +144,10 @@ def _shared(servers: Sequence[Announcement]) -> list[SharedServer]:
     found: list[SharedServer] = []
     for offer, rate in ((each.offer, placed[each.peer].speed) for each in servers):
         if rate:
-            batch_s = BATCH / rate
+            batch_s = SHARED_SESSIONS / rate
             said_s = offer.block_us * len(offer.span) / 1e6 or 1 / rate
-            alone_s = min(max(said_s, batch_s / BATCH), batch_s)
-            found.append(SharedServer(offer.span, alone_s, (batch_s - alone_s) / (BATCH - 1)))
+            alone_s = min(max(said_s, batch_s / SHARED_SESSIONS), batch_s)
+            found.append(SharedServer(offer.span, alone_s, (batch_s - alone_s) / (SHARED_SESSIONS - 1)))
     return found
 
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING
 
+from llmnode.core.speed import SHARED_SESSIONS
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -32,8 +34,8 @@ class SharedServer:
 
     @property
     def weight(self) -> float:
-        """Its share of the sessions, beside others of the same blocks: that of its rate with `BATCH` decodes."""
-        return BATCH / self.forward_s(BATCH)
+        """Its share of the sessions, beside others of the same blocks: that of its rate with `SHARED_SESSIONS` decodes."""
+        return SHARED_SESSIONS / self.forward_s(SHARED_SESSIONS)
 
     def forward_s(self, decodes: float) -> float:
         """The time of a forward with this number of `decodes`."""
@@ -51,10 +53,6 @@ class SharedServer:
         """
         forward_s = self.forward_s(self.decodes(tokens_per_s))
         return forward_s * (1 + others * min(1.0, tokens_per_s * self.alone_s) / 2)
-
-
-BATCH = 8
-"""Servers announce their throughput with this number of sessions at once."""
 
 
 def many_sessions_tokens_per_s(blocks: int, servers: Sequence[SharedServer], sessions: int, away_s: float) -> float:

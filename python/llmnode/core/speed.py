@@ -19,6 +19,8 @@ U32_MAX = 2**32 - 1
 KB = 1000
 PROMPT_POSITIONS = 128
 """The rate of prompts is that of one of this number of positions. A forward has a fixed cost, too."""
+SHARED_SESSIONS = 8
+"""The throughput of a server is that of this number of sessions at once, if it has KV for them."""
 LEAST_FORWARDS = 64
 """After this many forwards of decodes, what they took replaces what was measured before there were sessions."""
 

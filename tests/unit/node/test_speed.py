@@ -14,12 +14,11 @@ from llmnode.core.ids import SessionId
 from llmnode.core.model import ModelInfo, Precision
 from llmnode.core.operations import Close, Forward, Open
 from llmnode.core.span import Span
-from llmnode.core.speed import ComputeSpeed, ForwardsSeen
+from llmnode.core.speed import SHARED_SESSIONS, ComputeSpeed, ForwardsSeen
 from llmnode.errors import ConfigError, ModelError, WorkerLost
 from llmnode.node.serve.speed import (
     PROMPT,
     QUICK_SHARED_STEPS,
-    SESSIONS,
     STEPS,
     first_step,
     measure_compute,
@@ -57,7 +56,12 @@ def worker_with(kv_tokens: int) -> ThreadWorker:
 
 @pytest.mark.parametrize(
     ("kv_tokens", "context", "sessions", "prompt"),
-    [(32_768, 4096, SESSIONS, PROMPT), (3 * STEPS, 4096, 3, 3 * STEPS), (5, 4096, 1, 5), (32_768, 8, SESSIONS, 8)],
+    [
+        (32_768, 4096, SHARED_SESSIONS, PROMPT),
+        (3 * STEPS, 4096, 3, 3 * STEPS),
+        (5, 4096, 1, 5),
+        (32_768, 8, SHARED_SESSIONS, 8),
+    ],
 )
 def test_it_measures_as_many_sessions_and_as_long_a_prompt_as_fit(
     kv_tokens: int, context: int, sessions: int, prompt: int
@@ -120,7 +124,7 @@ class FailingExecutor(ExactExecutor):
         return super().forward(slices)
 
 
-@pytest.mark.parametrize("sessions", [1, SESSIONS])
+@pytest.mark.parametrize("sessions", [1, SHARED_SESSIONS])
 @pytest.mark.parametrize("error", [RuntimeError("as told"), MemoryError("as told")], ids=repr)
 def test_blocks_that_cannot_compute_are_told_so_in_one_error(sessions: int, error: Exception) -> None:
     async def main() -> None:
@@ -139,7 +143,7 @@ def test_a_worker_that_is_lost_under_several_sessions_is_lost_in_one_error() -> 
     async def main() -> None:
         with pytest.raises(WorkerLost, match="as told"):
             await measure_compute(
-                ThreadWorker(FailingExecutor(SESSIONS * QUICK_SHARED_STEPS, WorkerLost("as told"))), MODEL
+                ThreadWorker(FailingExecutor(SHARED_SESSIONS * QUICK_SHARED_STEPS, WorkerLost("as told"))), MODEL
             )
 
     trio.run(main)
