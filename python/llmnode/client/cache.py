@@ -75,11 +75,9 @@ class SessionCache(DynamicCache):
         weakref.finalize(self, _drop, self._entered).atexit = False
         with ExitStack() as stack:
             stack.callback(self.close)
-            opener = SessionOpener(portal, client, terms)
-            stack.callback(lambda: self._entered.update(opener.opened))
+            opener = SessionOpener(portal, client, terms, self._entered)
             neighbours = None if beside is None else beside._sessions
             self._sessions = opener.open_rows(range(rows) if alike is None else alike, neighbours)
-            self._entered.update(opener.opened)
             stack.pop_all()
 
     @classmethod
@@ -348,10 +346,8 @@ class SessionCache(DynamicCache):
     def _open(
         self, terms: CacheTerms, adapter: Adapter | None, beside: InferenceSession | None, *, waits: bool
     ) -> InferenceSession:
-        opener = SessionOpener(self._portal, self._client, terms)
-        session = opener.open(adapter, beside, self._sessions[0].rows if self._sessions else None, waits=waits)
-        self._entered.update(opener.opened)
-        return session
+        opener = SessionOpener(self._portal, self._client, terms, self._entered)
+        return opener.open(adapter, beside, self._sessions[0].rows if self._sessions else None, waits=waits)
 
     def _grow(self, max_length: int) -> None:
         """Move to sessions of `max_length`: the servers copy the KV, row by row, so that little is there twice."""

@@ -25,9 +25,15 @@ AT_ONCE = 16
 class SessionOpener:
     """Opens sessions of one client, on the same `terms`."""
 
-    def __init__(self, portal: Portal, client: Client, terms: CacheTerms) -> None:
-        self.opened: dict[InferenceSession, Entered[InferenceSession]] = {}
-        """Those that have opened. `Entered` closes them."""
+    def __init__(
+        self,
+        portal: Portal,
+        client: Client,
+        terms: CacheTerms,
+        opened: dict[InferenceSession, Entered[InferenceSession]],
+    ) -> None:
+        """Those that have opened are put into `opened`. `Entered` closes them."""
+        self._opened = opened
         self._portal = portal
         self._client = client
         self._terms = terms
@@ -40,7 +46,7 @@ class SessionOpener:
         """One session, as `Client.inference_session` opens it. Raises as that does."""
         entered = self._begin(adapter, beside, rows, waits=waits)
         session = self._portal.wait(entered.opened, entered.scope)
-        self.opened[session] = entered
+        self._opened[session] = entered
         return session
 
     def open_rows(
@@ -89,7 +95,7 @@ class SessionOpener:
         session = self._portal.wait(entered.opened, entered.scope)
         self._begun.popleft()
         self._rows[row] = session
-        self.opened[session] = entered
+        self._opened[session] = entered
 
     def _begin(
         self, adapter: Adapter | None, beside: InferenceSession | None, rows: Rows | None, *, waits: bool

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import trio
@@ -69,13 +69,14 @@ class Opening:
 def test_the_first_row_opens_alone_and_waits_for_kv_and_the_others_open_together() -> None:
     client: Any = Opening(together=AT_ONCE)
     with open_portal() as portal:
-        opener = SessionOpener(portal, client, CacheTerms(8))
+        opened: dict[Any, Any] = {}
+        opener = SessionOpener(portal, client, CacheTerms(8), opened)
         sessions: Any = opener.open_rows(range(AT_ONCE + 4))
         assert client.open == {each.number for each in sessions} == set(range(AT_ONCE + 4))
         assert client.waits == [True] + [False] * (AT_ONCE + 3)
         assert client.most_under_way == AT_ONCE, "and no more"
         assert {each.rows for each in sessions} == {"those of the first"}
-        for entered in opener.opened.values():
+        for entered in opened.values():
             entered.close()
         assert not client.open
 
@@ -84,11 +85,11 @@ def test_rows_that_begin_alike_open_beside_their_first_and_beside_other_rows_if_
     client: Any = Opening(together=2)
     with open_portal() as portal:
         adapters: Any = "abcde"
-        sessions: Any = SessionOpener(portal, client, CacheTerms(8, adapters=adapters)).open_rows([0, 0, 2, 2, 2])
+        sessions: Any = SessionOpener(portal, client, CacheTerms(8, adapters=adapters), {}).open_rows([0, 0, 2, 2, 2])
         assert [each.adapter for each in sessions] == list(adapters)
         first, *_ = sessions
         assert [each.beside for each in sessions] == [None, first, None, sessions[2], sessions[2]]
-        besides: Any = SessionOpener(portal, client, CacheTerms(8)).open_rows(range(5), sessions)
+        besides: Any = SessionOpener(portal, client, CacheTerms(8), {}).open_rows(range(5), sessions)
         assert [each.beside for each in besides] == sessions
         assert [each.adapter for each in besides] == list(adapters)
 
@@ -97,16 +98,18 @@ def test_a_refusal_says_how_many_rows_fit_and_leaves_none_under_way() -> None:
     refusal = PeerRefused(RefusalCode.BUSY, "64 sessions are open")
     client: Any = Opening(together=4, most=3, error=refusal)
     with open_portal() as portal:
-        opener = SessionOpener(portal, client, CacheTerms(8))
+        opened: dict[Any, Any] = {}
+        opener = SessionOpener(portal, client, CacheTerms(8), opened)
         with pytest.raises(PeerRefused, match="64 sessions are open; only 3 of 5 rows fit"):
             opener.open_rows(range(5))
-        assert client.open == {0, 1, 2} == {cast("Any", each).number for each in opener.opened}
+        assert client.open == {0, 1, 2} == {each.number for each in opened}
 
 
 def test_after_another_error_those_under_way_are_given_up() -> None:
     client: Any = Opening(together=4, most=1, error=ConfigError("no prompts"))
     with open_portal() as portal:
-        opener = SessionOpener(portal, client, CacheTerms(8))
+        opened: dict[Any, Any] = {}
+        opener = SessionOpener(portal, client, CacheTerms(8), opened)
         with pytest.raises(ConfigError, match="no prompts"):
             opener.open_rows(range(5))
-        assert client.open == {0} == {cast("Any", each).number for each in opener.opened}
+        assert client.open == {0} == {each.number for each in opened}
