@@ -5,21 +5,20 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import trio
 
-from llmnode.core.operations import NO_PROMPTS, Backward, DeepPrompts
+from llmnode.core.operations import Backward, DeepPrompts
 from llmnode.core.policy import ClientPolicy, RecoveryPolicy, ServePolicy
 from llmnode.core.span import Span
 from llmnode.errors import ConfigError, NoRoute, PeerRefused, SessionLost
 from llmnode.session import passes
 from llmnode.session.passes import SwarmPasses
-from llmnode.testing import Cast, Conditions, FaultPlan, Odds, exact_output, open_world, seeds
-from llmnode.testing.exact_blocks import exact_gradient, exact_input, exact_prompt_gradient, exact_prompts
+from llmnode.testing import Cast, FaultPlan, Odds, open_world, seeds
+from llmnode.testing.exact_blocks import exact_input
 from llmnode.testing.faults import FailForwards, Freeze, Kill, Stop
 from llmnode.testing.worker import ExactExecutor
 from llmnode.wire import deep_prompts
@@ -29,6 +28,15 @@ from llmnode.wire.pass_messages import Pass
 from llmnode.wire.payload import Codec
 from llmnode.wire.profile import profile_fields
 from llmnode.wire.refusal import refusal_of
+from simulation.passes import (
+    LENGTHS,
+    drawn,
+    drawn_prompts,
+    expected_gradient,
+    expected_output,
+    nothing_is_left,
+    there_and_back,
+)
 from simulation.world import (
     ALL_BLOCKS,
     DELAY_S,
@@ -47,7 +55,6 @@ if TYPE_CHECKING:
 
     from llmnode.core.ids import PeerId
     from llmnode.core.operations import Pass as Operation
-    from llmnode.testing import World
     from llmnode.wire.frame import Frame
 
 CAST = Cast(
@@ -56,57 +63,6 @@ CAST = Cast(
     movable=["0b", "1b", "2b"],
 )
 LONGEST_OUTAGE_S = 12.0
-LENGTHS = [5, 1, 30, 2, 12]
-
-
-def drawn(seed: int, positions: int) -> bytes:
-    return exact_input(random.Random(seed), positions)
-
-
-def by_sequence(numbers: bytes, lengths: Sequence[int]) -> list[bytes]:
-    edges = accumulate((ROW * length for length in lengths), initial=0)
-    return [numbers[start:end] for start, end in pairwise(edges)]
-
-
-def expected_output(
-    hidden: bytes, lengths: Sequence[int], span: Span = ALL_BLOCKS, prompts: DeepPrompts = NO_PROMPTS
-) -> bytes:
-    sequences = zip(by_sequence(hidden, lengths), exact_prompts(prompts, len(lengths)), strict=True)
-    return b"".join(exact_output(each, span, prompts=own) for each, own in sequences)
-
-
-def expected_gradient(gradient: bytes, lengths: Sequence[int], span: Span = ALL_BLOCKS) -> bytes:
-    return b"".join(exact_gradient(each, span) for each in by_sequence(gradient, lengths))
-
-
-def drawn_prompts(rng: random.Random, lengths: Sequence[int], span: Span = ALL_BLOCKS) -> DeepPrompts:
-    """None, or deep prompts for all of the sequences or for each."""
-    if rng.random() < 0.3:
-        return NO_PROMPTS
-    rows, positions = rng.choice((1, len(lengths))), rng.randint(1, min(3, *lengths))
-    return DeepPrompts(len(span), rows, positions, exact_input(rng, len(span) * rows * positions))
-
-
-async def there_and_back(
-    client: SwarmPasses,
-    seed: int,
-    lengths: Sequence[int],
-    span: Span = ALL_BLOCKS,
-    prompts: DeepPrompts = NO_PROMPTS,
-) -> None:
-    """A forward and a backward, which are right to the bit."""
-    hidden, gradient = drawn(seed, sum(lengths)), drawn(~seed, sum(lengths))
-    output, crossed = await client.outputs(span, lengths, hidden, prompts=prompts)
-    assert output == expected_output(hidden, lengths, span, prompts)
-    found = await client.all_gradients(crossed, gradient)
-    assert found.hidden == expected_gradient(gradient, lengths, span)
-    assert found.prompts.tobytes() == exact_prompt_gradient(by_sequence(gradient, lengths), span, prompts)
-
-
-def nothing_is_left(swarm: World) -> None:
-    for node in swarm.nodes.values():
-        assert not node.worker._scheduler._counters._groups._queued
-        assert not node.server.passes
 
 
 @simulated
@@ -117,85 +73,6 @@ async def test_outputs_and_gradients_come_through_several_servers_and_any_part_o
             await there_and_back(client, seed, LENGTHS, span)
             await there_and_back(client, seed, LENGTHS, span, drawn_prompts(random.Random(3), LENGTHS, span))
         nothing_is_left(swarm)
-
-
-@simulated
-async def test_a_large_batch_goes_as_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(passes, "MOST_POSITIONS", 16)
-    async with pairs_of_servers() as swarm, swarm.client() as (router, _):
-        client = SwarmPasses(router.finder, Codec.RAW)
-        _, crossed = await client.outputs(ALL_BLOCKS, LENGTHS, drawn(1, sum(LENGTHS)))
-        assert [each.lengths for each in crossed] == [(5, 1), (30,), (2, 12)]
-        await there_and_back(client, 2, [1] * 100)
-        for rows in (1, len(LENGTHS)):
-            prompts = DeepPrompts(6, rows, 1, exact_input(random.Random(rows), 6 * rows))
-            await there_and_back(client, 3, LENGTHS, prompts=prompts)
-        nothing_is_left(swarm)
-
-
-@simulated
-async def test_all_servers_of_a_way_have_microbatches_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(passes, "MOST_POSITIONS", 1)
-    batches = 10 * passes.AT_ONCE
-    async with pairs_of_servers() as swarm, swarm.client() as (router, _):
-        client = SwarmPasses(router.finder, Codec.RAW)
-        await there_and_back(client, 1, [1] * batches)  # with connections and speeds known
-        began_s, hidden = trio.current_time(), drawn(2, batches)
-        await client.outputs(ALL_BLOCKS, [1] * batches, hidden)
-        at_hop_s = (trio.current_time() - began_s) * passes.AT_ONCE / batches
-        began_s = trio.current_time()
-        await client.outputs(ALL_BLOCKS, [1], drawn(3, 1))
-        alone_s = trio.current_time() - began_s
-        assert at_hop_s < 0.6 * alone_s, "the next ones are at a hop while the former ones are at later hops"
-
-
-@simulated
-async def test_a_server_that_takes_fewer_at_a_time_gets_fewer_and_has_not_failed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A pass of a wide model takes most of the memory that one peer may have."""
-    monkeypatch.setattr(passes, "MOST_POSITIONS", 1)
-    async with open_world(serve_policy=ServePolicy(passes_per_link=1)) as swarm:
-        await swarm.start("whole", ALL_BLOCKS)
-        async with swarm.client() as (router, _):
-            client, began_s = SwarmPasses(router.finder, Codec.RAW), trio.current_time()
-            await there_and_back(client, 1, [1] * 20)
-            assert trio.current_time() - began_s < 6.0, "20 forwards and backwards, one after the other"
-            nothing_is_left(swarm)
-
-
-@simulated
-async def test_a_batch_keeps_two_servers_busy_most_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each takes a time for each position and block."""
-    lengths, position_s, blocks = [128] * 16, 1e-3, 3
-    async with world(conditions=Conditions(delay_s=0.001)) as swarm:
-        for name, span in (("a", Span(0, blocks)), ("b", Span(blocks, 2 * blocks))):
-            node = await swarm.start(name, span)
-            _take_time(node.worker, position_s, monkeypatch)
-        async with swarm.client() as (router, _):
-            client = SwarmPasses(router.finder, Codec.RAW)
-            await client.outputs(ALL_BLOCKS, [1], drawn(1, 1))
-
-            async def busy_share() -> float:
-                """The share of the time of a forward that each server computes."""
-                since_s, hidden = trio.current_time(), drawn(2, sum(lengths))
-                await client.outputs(ALL_BLOCKS, lengths, hidden)
-                return sum(lengths) * position_s * blocks / (trio.current_time() - since_s)
-
-            assert await busy_share() > 0.8
-            monkeypatch.setattr(passes, "microbatch_positions", lambda *_sizes: 1024)
-            assert await busy_share() < 0.7, "in two parts, each server waits for a third of the time"
-
-
-def _take_time(worker: Any, position_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have each batch of passes take this time for each position and block."""
-    run = worker._run
-
-    async def run_slowly(work: Any) -> Any:
-        worker.slower_by_s = position_s * sum(each.positions * len(each.span) for each in work.passes) - FORWARD_S
-        return await run(work)
-
-    monkeypatch.setattr(worker, "_run", run_slowly)
 
 
 @simulated
