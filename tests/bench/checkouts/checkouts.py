@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench.checkouts import decoder
+from bench.kit.child import as_program
 from bench.kit.options import add_repeats, add_thin, add_threads, add_tokens
 from bench.kit.report import Report, Series, at_most, quartiles, ratios, rounds
 from llmnode.errors import ConfigError
@@ -104,7 +104,7 @@ def _decoder(root: Path, arguments: Sequence[int]) -> Iterator[subprocess.Popen[
     own = root / ".venv" / "bin" / "python"
     python = str(own) if own.exists() else sys.executable
     environment = {**os.environ, "PYTHONPATH": str(root / "python"), "OMP_NUM_THREADS": str(arguments[-1])}
-    command = [python, "-P", decoder.__file__, *map(str, arguments)]
+    command = [python, "-P", *as_program("bench.checkouts.decoder"), *map(str, arguments)]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, cwd=root, env=environment, text=True, stdin=pipe, stdout=pipe) as process:
         _answer(process, "")

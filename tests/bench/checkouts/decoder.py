@@ -14,13 +14,13 @@ import sys
 import threading
 import time
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
 import torch
 
 import llmnode
+from bench.kit.cpu import cpu_s
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -77,13 +77,7 @@ def decode(models: Sequence[DistributedModelForCausalLM], tokens: int) -> None:
 
 def times(nodes: Sequence[int], workers: Sequence[int]) -> tuple[float, float, float, float]:
     """In seconds: the clock, and the CPU of the nodes, of the workers and of this process."""
-    return time.perf_counter(), cpu_s(nodes), cpu_s(workers), time.process_time()
-
-
-def cpu_s(pids: Sequence[int]) -> float:
-    """The CPU time of all threads, to the nanosecond. psutil's comes in steps of 10 ms."""
-    tasks = (task for pid in pids for task in Path(f"/proc/{pid}/task").iterdir())
-    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
+    return time.perf_counter(), sum(map(cpu_s, nodes)), sum(map(cpu_s, workers)), time.process_time()
 
 
 if __name__ == "__main__":
