@@ -6,7 +6,7 @@ import random
 import statistics
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import trio
 
@@ -21,13 +21,12 @@ from llmnode.swarm.join import join_swarm
 from llmnode.wire.payload import Codec
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+    from collections.abc import AsyncIterator, Mapping, Sequence
 
     from llmnode.client.connect import ClientParts
     from llmnode.core.announcement import Announcement
     from llmnode.core.ids import PeerId
     from llmnode.core.route import Route
-    from llmnode.errors import PeerError
     from llmnode.session.session import InferenceSession
 
 POLICY = ClientPolicy(standing=StandingPolicy(explored_share=0.0))
@@ -44,14 +43,8 @@ class DirectedFinder(PeerFinder):
 
     told: Route = ()
 
-    def _route(
-        self,
-        usable: Sequence[Announcement],
-        failed: dict[PeerId, PeerError],
-        positions: int,
-        explored: Collection[PeerId],
-    ) -> Route:
-        return self.told or super()._route(usable, failed, positions, explored)
+    def _route(self, *arguments: Any) -> Route:  # Any: those of every finder
+        return self.told or super()._route(*arguments)
 
 
 class DirectedClient:
