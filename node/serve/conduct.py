@@ -31,6 +31,9 @@ COUNTED_POSITIONS = 64
 COUNTED_OPEN = 3.0
 """A session that opens counts as this many more: it waits for KV, and the server looks which others may go for it."""
 
+MOST_COUNTED = 64.0
+"""No request counts as more: all other groups wait meanwhile, and a length is a claim."""
+
 
 class Conduct:
     """The malformed and unasked frames that a node has received."""
@@ -49,7 +52,7 @@ class Conduct:
         Raises PeerRefused without memory for a frame that waits.
         """
         path, amount = (link.group, link.peer), 1 + frame.size_bytes / COUNTED_BYTES + frame.length / COUNTED_POSITIONS
-        amount += COUNTED_OPEN * (frame.type is FrameType.OPEN)
+        amount = min(MOST_COUNTED, amount + COUNTED_OPEN * (frame.type is FrameType.OPEN))
         if self._requests.take(path, amount):
             return
         if not link.scope.take(Resource.MEMORY, frame.size_bytes):

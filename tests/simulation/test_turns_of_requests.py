@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 import trio
 
+from llmnode.core.ids import SessionId
 from llmnode.core.policy import ServePolicy
 from llmnode.core.span import Span
 from llmnode.errors import PeerError, single_error
@@ -24,7 +25,9 @@ BLOCKS = Span(0, 6)
 SECONDS, FRAMES_PER_S = 2, 150
 KINDS = {
     "questions": Frame(FrameType.DESCRIBE),
-    "steps of no session": Frame(FrameType.STEP, session=bytes(range(16)), length=1, payload=bytes(16), value_bytes=4),  # type: ignore[arg-type]
+    "steps of no session": Frame(
+        FrameType.STEP, session=SessionId(bytes(range(16))), length=1, payload=bytes(16), value_bytes=4
+    ),
 }
 
 
@@ -103,3 +106,22 @@ async def test_a_request_that_waits_when_its_link_ends_is_forgotten() -> None:
                 await connection.describe(5)
         with pytest.raises(PeerError):
             await rude.receive()
+
+
+@simulated
+async def test_a_frame_that_claims_a_lot_keeps_no_other_group_waiting() -> None:
+    """What it says of its length is a claim. Its turn counts for its own group, and for a second of all others."""
+    requests = ServePolicy().requests
+    async with open_world() as world:
+        address = (await world.start("0a", BLOCKS)).network.addresses[0]
+        rude = await world.internet.network("rude", "9.9.9.9").dial(address)
+        for _ in range(int(requests.burst) + 10):
+            await rude.send(Frame(FrameType.DESCRIBE))
+        await rude.send(Frame(FrameType.REPLAY, session=SessionId(bytes(range(16))), length=2**32 - 1))
+        await trio.sleep(5)  # it has had its turn
+        polite = await world.internet.network("polite", "8.8.8.8").dial(address)
+        async with open_connection(polite) as connection:
+            for _ in range(int(requests.burst) + 20):
+                began_s = trio.current_time()
+                await connection.describe(5)
+                assert trio.current_time() - began_s < 1.5
