@@ -34,7 +34,7 @@ class SharedServer:
 
     @property
     def weight(self) -> float:
-        """Its share of the sessions, beside others of the same blocks: that of its rate with `SHARED_SESSIONS` decodes."""
+        """Its share of the sessions, beside others of the same blocks: its rate with `SHARED_SESSIONS` decodes."""
         return SHARED_SESSIONS / self.forward_s(SHARED_SESSIONS)
 
     def forward_s(self, decodes: float) -> float:
