@@ -123,7 +123,7 @@ def forecast(
 ) -> SwarmForecast:
     """The throughput of the `servers`, all of `model` in one precision and online, and a session of `client`.
 
-    It is that of `SHARED_SESSIONS` sessions for each server. The prompt of the one session has this number of `prompt_tokens`.
+    It is that of `SHARED_SESSIONS` for each server. The prompt of the one session has this number of `prompt_tokens`.
     """
     sessions = SHARED_SESSIONS * len(servers)
     if uncovered(model.blocks, [each.offer.span for each in servers]):
