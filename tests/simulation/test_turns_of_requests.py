@@ -110,7 +110,7 @@ async def test_a_request_that_waits_when_its_link_ends_is_forgotten() -> None:
 
 @simulated
 async def test_a_frame_that_claims_a_lot_keeps_no_other_group_waiting() -> None:
-    """What it says of its length is a claim. Its turn counts for its own group, and for a second of all others."""
+    """Its length is a claim. Its turn takes a second at most."""
     requests = ServePolicy().requests
     async with open_world() as world:
         address = (await world.start("0a", BLOCKS)).network.addresses[0]

@@ -1,4 +1,4 @@
-"""What is started second is faster. The ratio of two checkouts does not count that."""
+"""The checkout that is started second is faster. The ratio of two checkouts does not count that."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The connections that a host admits. What an address tries, and does not get, is not remembered."""
+"""The connections that a host admits. An address that is refused is not remembered."""
 
 from __future__ import annotations
 
