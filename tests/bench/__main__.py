@@ -38,7 +38,8 @@ def _run(name: str, argv: Sequence[str]) -> int:
     from bench.kit.report import print_report
 
     bench, program = BENCHES[name], f"{PROGRAM} {name}"
-    parser = _parser(program, f"Measures {bench.about}.", "", [program, f"{program} --json"])
+    usual = " ".join([program, *bench.needs])
+    parser = _parser(program, f"Measures {bench.about}.", "", [usual, f"{usual} --json"])
     bench.declare(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout's last line")
     options = parser.parse_args(argv, Options())

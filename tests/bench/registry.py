@@ -22,6 +22,8 @@ class Bench:
 
     module: str
     about: str
+    needs: tuple[str, ...] = ()
+    """An example of the arguments that it cannot do without."""
 
     def declare(self, parser: argparse.ArgumentParser) -> None:
         self._imported().add(parser)
@@ -41,7 +43,9 @@ class Bench:
 
 BENCHES = {
     "at-once": Bench("at_once", "how many texts at once are worth having, through real servers"),
-    "checkouts": Bench("checkouts.checkouts", "decodes of this checkout against those of another one, in turn"),
+    "checkouts": Bench(
+        "checkouts.checkouts", "decodes of this checkout against those of another one, in turn", ("../older",)
+    ),
     "churn": Bench("churn.churn", "twelve real servers that are killed and come back, and how they move meanwhile"),
     "clients": Bench("clients.clients", "1 to 16 clients of one server, and decodes beside a prefill or training"),
     "codec": Bench("codec.codec", "activations in 8 bits against bitsandbytes and others, and packing without loss"),
@@ -72,7 +76,9 @@ BENCHES = {
     "table2": Bench("table2.table2", "the Petals paper's table of slow networks, as shares of the physical limit"),
     "token-loop": Bench("token_loop", "the client's token loop against transformers' generate, through a swarm"),
     "training": Bench("training.training", "clients that train LoRA through two servers, against one process"),
-    "transformers-tests": Bench("transformers_tests", "transformers' own tests of generate, against a swarm"),
+    "transformers-tests": Bench(
+        "transformers_tests", "transformers' own tests of generate, against a swarm", ("../transformers",)
+    ),
     "transport": Bench("transport.transport", "our Noise and yamux against go-libp2p, py-libp2p and bare TCP"),
     "workers": Bench("workers.workers", "a hop with its blocks in a thread, and in a process of their own"),
 }

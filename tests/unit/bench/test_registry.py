@@ -24,7 +24,9 @@ def test_each_benchmark_says_what_it_measures_and_takes(name: str, capsys: pytes
     said = " ".join(capsys.readouterr().out.split())
     assert f"usage: tests/bench/run {name}" in said
     assert f"Measures {BENCHES[name].about}." in said
-    assert "--json" in said
+    assert ("positional arguments:" in said) == bool(BENCHES[name].needs), "the examples have them"
+    usual = " ".join(["tests/bench/run", name, *BENCHES[name].needs])
+    assert said.partition("examples:")[2].split() == f"{usual} {usual} --json".split()
 
 
 def test_every_file_of_a_benchmark_is_in_the_registry() -> None:
