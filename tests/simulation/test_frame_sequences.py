@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import trio
+from trio._core._run import GLOBAL_RUN_CONTEXT
 
 from llmnode.core.budget import Resource
 from llmnode.core.ids import Epoch, PeerId
@@ -52,9 +53,8 @@ KV_TOKENS = {"enough KV": 200, "scarce KV": 5}
 """For each of the sequences that are played at once."""
 SCARCE_AT_ONCE = 16
 WARM_UP = 500
-GROWTH_BLOCKS = 6000
-"""Blocks of Python's allocator: caches fill up, and tables of a limited size. A leak of one object a sequence is more,
-from some thousands on."""
+GROWTH_BLOCKS = 3000
+"""Blocks of Python's allocator: caches fill up. A leak of one object a sequence is more, from some thousands on."""
 GROWTH_PER_SEQUENCE = 1 / 4
 """The same where there are very many. The number goes up and down by some thousands with 16 sequences at once."""
 ANSWERS = {
@@ -231,6 +231,11 @@ def _check_nothing_is_left(server: Server, worker: ExactWorker, next_hop: NextHo
         record.clear()
 
 
+def _forget_deadlines() -> None:
+    """trio keeps up to 1,000 deadlines of scopes that have ended, of four blocks each."""
+    GLOBAL_RUN_CONTEXT.runner.deadlines._prune()
+
+
 def _living_tasks() -> int:
     root = trio.lowlevel.current_root_task()
     assert root is not None
@@ -280,10 +285,12 @@ async def test_frames_in_any_order_leave_nothing_behind(kv: str) -> None:
                     error.add_note(f"LLMNODE_FIRST_SEQUENCE={number} {how} runs this alone")
                     raise
                 if number - first <= WARM_UP < number - first + at_once:
+                    _forget_deadlines()
                     gc.collect()
                     gc.freeze()
                     before, tasks = sys.getallocatedblocks(), _living_tasks()
             took_s = time.process_time() - began_s
+            _forget_deadlines()
             gc.unfreeze()
             gc.collect()
             grew, more_tasks = sys.getallocatedblocks() - before, _living_tasks() - tasks
