@@ -30,7 +30,7 @@ from llmnode.errors import (
     RemoteProtocolError,
     single_error,
 )
-from llmnode.session.ahead import bring_ahead
+from llmnode.session.adapter_ahead import bring_ahead
 from llmnode.session.pass_checks import PassAnswer, PassChecks
 from llmnode.session.pass_tries import PassTries
 from llmnode.wire import deep_prompts
