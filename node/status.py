@@ -138,6 +138,9 @@ def figures_json(figures: ServerFigures) -> dict[str, Any]:  # Any: JSON
         "predicted_tokens_per_s": figures.predicted_tokens_per_s or None,
         "measured_tokens_per_s": figures.measured_tokens_per_s or None,
         "tokens_per_s_error": figures.speed_error,
+        "predicted_prefill_tokens_per_s": figures.predicted_prefill_tokens_per_s or None,
+        "measured_prefill_tokens_per_s": figures.measured_prefill_tokens_per_s or None,
+        "prefill_tokens_per_s_error": figures.prefill_error,
         "predicted_memory_bytes": figures.predicted_bytes or None,
         "measured_memory_bytes": figures.measured_bytes or None,
         "memory_error": figures.memory_error,
@@ -150,9 +153,12 @@ def figures_line(figures: ServerFigures) -> str:
     rate = f"{measured:.1f} tokens/s" if measured else "no speed measured yet"
     wanted = f"{figures.predicted_tokens_per_s:.1f} predicted for {figures.sessions:.1f} sessions at once"
     memory = f"{show_bytes(figures.predicted_bytes)} predicted" if figures.predicted_bytes else "not known before"
-    return (
-        f"{rate} ({wanted}{_off_by(figures.speed_error)}), {taken} of memory ({memory}{_off_by(figures.memory_error)})"
-    )
+    prompts = ""
+    if (prefill := figures.measured_prefill_tokens_per_s) and figures.predicted_prefill_tokens_per_s:
+        predicted = f"{figures.predicted_prefill_tokens_per_s:.0f} predicted{_off_by(figures.prefill_error)}"
+        prompts = f"{prefill:.0f} tokens/s of prompts ({predicted}), "
+    speed = f"{rate} ({wanted}{_off_by(figures.speed_error)}), {prompts}"
+    return f"{speed}{taken} of memory ({memory}{_off_by(figures.memory_error)})"
 
 
 def _off_by(error: float | None) -> str:

@@ -269,7 +269,7 @@ class ServerSession:
             if not self._form.is_sound(payload, frame.length):  # the next hop would refuse it
                 raise ConfigError(f"blocks {self._span} put out numbers that are not finite")
         except PeerRefused as refusal:
-            await self._refuse_step(frame, refusal.code, refusal.reason)
+            await self._refuse_step(frame, refusal.code, refusal.reason, refusal.retry_after_s)
         except RemoteProtocolError as error:
             await self._refuse_step(frame, RefusalCode.BAD_MESSAGE, error.message)
         except ConfigError as error:  # the codec cannot carry what we computed, or nobody can use it
@@ -324,7 +324,7 @@ class ServerSession:
         try:
             self._memory.log(0 if outputs is None else outputs.size_bytes)
         except PeerRefused as refusal:
-            await self._refuse_step(frame, refusal.code, refusal.reason)
+            await self._refuse_step(frame, refusal.code, refusal.reason, refusal.retry_after_s)
             return
         if isinstance(operation, Fork) and source.served is not self.served:
             raise WorkerLost("the session to be copied has lost its worker")
@@ -393,6 +393,6 @@ class ServerSession:
         except PeerError as error:
             log.debug("not answered: %s", error)
 
-    async def _refuse_step(self, frame: Frame, code: str, reason: str) -> None:
+    async def _refuse_step(self, frame: Frame, code: str, reason: str, retry_after_s: float | None = None) -> None:
         self.stage.failed()
-        await self._send(refusal_of(frame, code, reason))
+        await self._send(refusal_of(frame, code, reason, retry_after_s))

@@ -30,7 +30,7 @@ class SessionInbox:
         self._form = form
         policy = served.policy
         rows_bytes = form.bytes_of(stage.max_length)
-        self.memory = SessionMemory(around, rows_bytes, policy.memory_patience_s, served.work_turns)
+        self.memory = SessionMemory(around, rows_bytes, policy, served.work_turns)
         self.pushes = PushInlet(stage.session, stage.epoch, stage.max_length, form.bytes_of(1), served.desk)
         most_frames = 4 * policy.steps_ahead + policy.pushed_ahead
         self._put, self._frames = trio.open_memory_channel[Frame](most_frames)

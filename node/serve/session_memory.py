@@ -17,6 +17,7 @@ from llmnode.wire.messages import RefusalCode
 
 if TYPE_CHECKING:
     from llmnode.core.budget import Scope
+    from llmnode.core.policy import ServePolicy
     from llmnode.node.serve.work_turns import WorkTurns
 
 A_STEP = "a step takes", "send fewer positions at once"
@@ -28,16 +29,16 @@ OTHER_FRAMES_BYTES = 1 << 18
 
 
 class SessionMemory:
-    """In a scope of its own within the one `around`. It waits for memory for `patience_s` at most.
+    """In a scope of its own within the one `around`. It waits for memory as `ServePolicy.memory_patience_s` says.
 
     Its methods raise PeerRefused if there is no memory. If there is some at once, no other task runs meanwhile.
     """
 
-    def __init__(self, around: Scope, rows_bytes: int, patience_s: float, turns: WorkTurns) -> None:
+    def __init__(self, around: Scope, rows_bytes: int, policy: ServePolicy, turns: WorkTurns) -> None:
         """`rows_bytes` is the size of all the positions that the session may have."""
         self._turns = turns
+        self._policy = policy
         self._most_waiting_bytes = MOST_TIMES_WAITING * rows_bytes + OTHER_FRAMES_BYTES
-        self._patience_s = patience_s
         self._scope = around.open(Kind.SESSION, "a session")
         self._waiting = Account(self._scope, Resource.MEMORY)
         self._queued_bytes = 0
@@ -68,12 +69,12 @@ class SessionMemory:
         if self._turns.take_now(self._work, size_bytes):
             return
         self._check_could_hold(Resource.WORK, size_bytes, *A_STEP)
-        if not await self._turns.take(self._work, size_bytes, self._patience_s):
+        policy = self._policy
+        if not await self._turns.take(self._work, size_bytes, policy.memory_patience_s, policy.longest_work_wait_s):
             raise _no_memory()
 
     def end_work(self) -> None:
-        self._work.resize(0)
-        self._turns.pass_on()
+        self._turns.give_back(self._work)
 
     @property
     def holds_prompts(self) -> bool:
@@ -108,7 +109,7 @@ class SessionMemory:
         if account.resize(account.amount + more_bytes):
             return
         self._check_could_hold(account.resource, more_bytes, *A_STEP)
-        with trio.move_on_after(self._patience_s):
+        with trio.move_on_after(self._policy.memory_patience_s):
             while not self._scope.is_closed:
                 await freed(self._scope)
                 if account.resize(account.amount + more_bytes):

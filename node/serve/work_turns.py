@@ -1,12 +1,14 @@
 """The order in which steps get memory to be computed in, when there is not enough for all.
 
 Turns are fair among address groups, and within a group among peers, by bytes. The step whose turn it is waits for
-enough of them, and nobody passes it: each step before it ends within a batch or two.
+enough of them, and nobody passes it: each step before it ends within a batch or two. A step waits for as long as others
+end: many steps of one client may come to a server together.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 from typing import TYPE_CHECKING
 
 import trio
@@ -35,24 +37,40 @@ class WorkTurns:
         self._fair: FairTurns[_Waiting] = FairTurns()
         self._first: _Waiting | None = None
         """It has its turn, and waits for memory."""
+        self._ended_s = -inf
+        """The time at which a step last gave its memory back."""
 
     def take_now(self, account: Account, more_bytes: int) -> bool:
         """Let `account` grow if nobody waits and there is memory."""
         return self._first is None and not self._fair and account.resize(account.amount + more_bytes)
 
-    async def take(self, account: Account, more_bytes: int, patience_s: float) -> bool:
-        """Let `account` grow, when it is its turn. False if that is not within `patience_s`."""
+    async def take(self, account: Account, more_bytes: int, patience_s: float, longest_s: float) -> bool:
+        """Let `account` grow, when it is its turn.
+
+        False if no step has ended for `patience_s`, and if its turn has not come after `longest_s`.
+        """
         waiting = _Waiting(account, more_bytes, _path(account.scope))
         self._fair.wait(waiting.path, waiting)
         self.pass_on()
+        began_s = trio.current_time()
         try:
-            if not waiting.over.is_set():
-                with trio.move_on_after(patience_s):
+            while not waiting.over.is_set():
+                until_s = min(began_s + longest_s, max(began_s, self._ended_s) + patience_s)
+                if until_s <= trio.current_time():
+                    break
+                with trio.move_on_at(until_s):
                     await waiting.over.wait()
         finally:
             if not waiting.over.is_set():
                 self._give_up(waiting)
         return waiting.has_it
+
+    def give_back(self, account: Account) -> None:
+        """The step of `account` has ended."""
+        if account.amount:
+            self._ended_s = trio.current_time()
+        account.resize(0)
+        self.pass_on()
 
     def pass_on(self) -> None:
         """Memory may have been given back: those whose turn it is get it."""

@@ -11,6 +11,7 @@ from llmnode.core.operations import DeepPrompts
 from llmnode.core.policy import ServePolicy
 from llmnode.core.span import Span
 from llmnode.session import passes
+from llmnode.session.pass_turns import AT_ONCE
 from llmnode.session.passes import SwarmPasses
 from llmnode.testing import Conditions, open_world
 from llmnode.testing.exact_blocks import exact_input
@@ -39,13 +40,13 @@ async def test_a_large_batch_goes_as_microbatches(monkeypatch: pytest.MonkeyPatc
 @simulated
 async def test_all_servers_of_a_way_have_microbatches_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(passes, "MOST_POSITIONS", 1)
-    batches = 10 * passes.AT_ONCE
+    batches = 10 * AT_ONCE
     async with pairs_of_servers() as swarm, swarm.client() as (router, _):
         client = SwarmPasses(router.finder, Codec.RAW)
         await there_and_back(client, 1, [1] * batches)  # with connections and speeds known
         began_s, hidden = trio.current_time(), drawn(2, batches)
         await client.outputs(ALL_BLOCKS, [1] * batches, hidden)
-        at_hop_s = (trio.current_time() - began_s) * passes.AT_ONCE / batches
+        at_hop_s = (trio.current_time() - began_s) * AT_ONCE / batches
         began_s = trio.current_time()
         await client.outputs(ALL_BLOCKS, [1], drawn(3, 1))
         alone_s = trio.current_time() - began_s

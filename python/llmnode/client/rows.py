@@ -8,6 +8,7 @@ import trio
 
 from llmnode.client.generate import run_blocks
 from llmnode.core.model import FP32_BYTES
+from llmnode.core.peers.at_once import AtOnce
 from llmnode.core.texts.shared_prefix import shared_beginnings
 from llmnode.errors import single_error
 
@@ -36,11 +37,19 @@ async def run_rows(
     """
     outputs: list[torch.Tensor | None] = [None] * len(sessions)
     hops = max(len(session.route) for session in sessions)
-    under_way = trio.CapacityLimiter(_under_way([states for states in hidden if states is not None], hops))
+    at_once = AtOnce(_under_way([states for states in hidden if states is not None], hops))
+    under_way = trio.CapacityLimiter(at_once.number)
 
     async def run_row(row: int, states: torch.Tensor) -> None:
         async with under_way:
-            outputs[row] = await run_blocks(sessions[row], states)
+            session = sessions[row]
+            refusals = session.memory_refusals
+            outputs[row] = await run_blocks(session, states)
+            if session.memory_refusals > refusals:
+                at_once.refused(under_way.borrowed_tokens)
+            else:
+                at_once.worked()
+            under_way.total_tokens = at_once.number
 
     with single_error():
         async with trio.open_nursery() as nursery:

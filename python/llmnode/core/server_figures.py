@@ -25,11 +25,20 @@ class ServerFigures:
     """The memory of its processes before it had any blocks, its weights, and the KV that sessions hold now."""
     measured_bytes: int
     """The memory of its processes that is resident."""
+    predicted_prefill_tokens_per_s: float = 0.0
+    """Positions a second of a prompt of `PROMPT_POSITIONS` that is alone, by the same measurement."""
+    measured_prefill_tokens_per_s: float = 0.0
+    """The same by what positions of prompts have added to forwards of sessions."""
 
     @property
     def speed_error(self) -> float | None:
         """By which share of the measured rate the predicted one is off. None until both are known."""
         return _error(self.predicted_tokens_per_s, self.measured_tokens_per_s)
+
+    @property
+    def prefill_error(self) -> float | None:
+        """The same for prompts."""
+        return _error(self.predicted_prefill_tokens_per_s, self.measured_prefill_tokens_per_s)
 
     @property
     def memory_error(self) -> float | None:
@@ -48,7 +57,16 @@ def server_figures(
     sessions, measured = float(predicted.shared_sessions), 0.0
     if forwards.decodes >= LEAST_FORWARDS and forwards.forward_s:
         sessions, measured = forwards.at_once, forwards.at_once / (forwards.forward_s * blocks)
-    return ServerFigures(sessions, predicted.of_sessions(sessions), measured, predicted_bytes, measured_bytes)
+    prefill = forwards.prefill_tokens_per_s(blocks) if forwards.decodes >= LEAST_FORWARDS else 0.0
+    return ServerFigures(
+        sessions,
+        predicted.of_sessions(sessions),
+        measured,
+        predicted_bytes,
+        measured_bytes,
+        predicted.prefill_tokens_per_s,
+        prefill,
+    )
 
 
 def _error(predicted: float, measured: float) -> float | None:

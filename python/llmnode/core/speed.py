@@ -76,6 +76,12 @@ class ForwardsSeen:
     forward_s: float = 0.0
     """The average time of these forwards."""
 
+    def prefill_tokens_per_s(self, blocks: int) -> float:
+        """Positions a second of a prompt of `PROMPT_POSITIONS` through this number of `blocks`; 0 if not known."""
+        if not self.prefill_s or not self.decode_s:
+            return 0.0
+        return PROMPT_POSITIONS / ((self.decode_s + PROMPT_POSITIONS * self.prefill_s) * blocks)
+
 
 @dataclass(frozen=True, slots=True)
 class NetworkSpeed:
@@ -148,8 +154,7 @@ def seen(measured: ComputeSpeed, forwards: ForwardsSeen, blocks: int) -> Compute
     if forwards.decodes < LEAST_FORWARDS or not forwards.decode_s or not measured.decode_tokens_per_s:
         return measured
     decode = 1 / (forwards.decode_s * blocks)
-    prompt_s = (forwards.decode_s + PROMPT_POSITIONS * forwards.prefill_s) * blocks
-    prefill = PROMPT_POSITIONS / prompt_s if forwards.prefill_s else measured.prefill_tokens_per_s
+    prefill = forwards.prefill_tokens_per_s(blocks) or measured.prefill_tokens_per_s
     shared = measured.shared_tokens_per_s * decode / measured.decode_tokens_per_s
     return replace(measured, decode_tokens_per_s=decode, shared_tokens_per_s=shared, prefill_tokens_per_s=prefill)
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import trio
@@ -33,6 +32,7 @@ from llmnode.errors import (
 from llmnode.session.adapter_ahead import bring_ahead
 from llmnode.session.pass_checks import PassAnswer, PassChecks
 from llmnode.session.pass_tries import PassTries
+from llmnode.session.pass_turns import PassTurns
 from llmnode.wire import deep_prompts
 from llmnode.wire.deep_prompts import are_sound, most_prompts, prompts_extension
 from llmnode.wire.fields import MOST_SEQUENCES
@@ -61,8 +61,6 @@ LONGEST_BYTES = 24 << 20
 MOST_ADAPTER_BYTES = 32 << 20
 """Gradients for an adapter in one answer, unless one block has more: servers allow this much."""
 _NAN = struct.pack("<f", float("nan"))
-AT_ONCE = 4
-"""Microbatches that one server has together. It takes this number of passes over one link."""
 MOST_UNDER_WAY = 64
 """Microbatches that are under way through all hops, or wait for a turn at the next one."""
 
@@ -138,7 +136,7 @@ class SwarmPasses:
         self._priority = priority
         self._patience = PassPatience(finder.policy.passes)
         self._under_way = trio.CapacityLimiter(MOST_UNDER_WAY)
-        self._turns: WeakKeyDictionary[PeerConnection, trio.CapacityLimiter] = WeakKeyDictionary()
+        self._turns = PassTurns()
         self.checks = PassChecks(finder, codec)
 
     async def outputs(
@@ -253,15 +251,16 @@ class SwarmPasses:
         start, end = batch.span.start, batch.span.end
         while start < end:
             blocks, connection = await tries.next_hop(batch.first_of(Span(start, end)))
-            async with self._turn(connection):
+            async with self._turns.turn(connection):
                 began_s = trio.current_time()
                 try:
                     answer = await self._checked(FrameType.EVALUATE, blocks, batch, [hidden], connection, tries)
                 except PeerError as error:
-                    if not self._has_fewer_turns(connection, error):
+                    if not self._turns.has_fewer(connection, error):
                         tries.failed(error.blame(connection.peer), trio.current_time() - began_s)
                     continue
-            tries.worked()
+                tries.worked()
+                self._turns.worked(connection)
             borders.append((blocks, hidden))
             hidden, start = answer.rows, blocks.end
         return borders, hidden
@@ -278,7 +277,7 @@ class SwarmPasses:
         while borders:
             span, hidden = borders.pop()
             blocks, connection = await tries.next_hop(span)
-            async with self._turn(connection):
+            async with self._turns.turn(connection):
                 began_s = trio.current_time()
                 try:
                     if blocks != span:  # nobody holds all of these blocks any more
@@ -292,24 +291,12 @@ class SwarmPasses:
                     if isinstance(error, PeerRefused) and error.code == RefusalCode.OVERFLOW:
                         return None
                     borders.append((span, hidden))
-                    if not self._has_fewer_turns(connection, error):
+                    if not self._turns.has_fewer(connection, error):
                         tries.failed(error.blame(connection.peer), trio.current_time() - began_s)
                     continue
-            tries.worked()
+                tries.worked()
+                self._turns.worked(connection)
         return gradient, answers
-
-    def _turn(self, connection: PeerConnection) -> trio.CapacityLimiter:
-        """To have a server do a pass: the others wait here, and not there."""
-        return self._turns.setdefault(connection, trio.CapacityLimiter(AT_ONCE))
-
-    def _has_fewer_turns(self, connection: PeerConnection, error: PeerError) -> bool:
-        """Whether a server has no memory for a pass beside others of ours: then it gets fewer of them from now on."""
-        turn = self._turn(connection)
-        is_full = isinstance(error, PeerRefused) and error.code == RefusalCode.BUSY and error.retry_after_s is not None
-        if not is_full or turn.borrowed_tokens < 2:
-            return False
-        turn.total_tokens = max(1, min(int(turn.total_tokens), turn.borrowed_tokens) - 1)
-        return True
 
     async def _checked(
         self,

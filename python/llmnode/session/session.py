@@ -84,6 +84,11 @@ class InferenceSession:
         return self._state.position
 
     @property
+    def memory_refusals(self) -> int:
+        """The chunks that its hops had no memory for, and were given again."""
+        return sum(hop.memory_refusals for hop in self._hops.hops)
+
+    @property
     def max_length(self) -> int:
         """Number of positions that there is KV for."""
         return self._hops.terms.max_length

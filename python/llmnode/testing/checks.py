@@ -101,6 +101,7 @@ def before_deadline(policy: ClientPolicy, session: InferenceSession) -> Iterator
     A hop may keep it waiting until it is given up, and the last of those that take its place too.
     """
     longest_s = policy.recovery.timeout_s + 2 * (policy.step_timeout_s + policy.push.patience_s)
+    longest_s += policy.memory_patience_s
     try:
         with trio.fail_after(longest_s):
             yield

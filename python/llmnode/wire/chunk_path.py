@@ -169,9 +169,18 @@ class _Passage(Generic[HopT]):
                 upstream.hop.not_pushed(outcome.now_s)
                 is_direct = False  # it is safe to give it the same again
         if not is_direct:
-            yield from self._give(hidden)
-            outcome = yield Receive(self.hop, FrameType.RESULT, self.hop.timeout_s(self.chunk.length))
+            outcome = yield from self._give_and_receive(hidden)
+        refused_s = outcome.now_s
+        while (pause_s := self.hop.pause_s(outcome.error, outcome.now_s - refused_s)) is not None:
+            outcome = yield Receive(self.hop, FrameType.RESULT, pause_s)  # it may have the same step twice
+            if isinstance(outcome.error, PeerTimeout):
+                is_direct = False
+                outcome = yield from self._give_and_receive(hidden)
         return self._checked(outcome, hidden, direct=is_direct)
+
+    def _give_and_receive(self, hidden: Hidden) -> Generator[Action[HopT], Outcome, Outcome]:
+        yield from self._give(hidden)
+        return (yield Receive(self.hop, FrameType.RESULT, self.hop.timeout_s(self.chunk.length)))
 
     def _give(self, hidden: Hidden) -> Generator[Action[HopT], Outcome, None]:
         """Gives the hop its input by way of the client."""

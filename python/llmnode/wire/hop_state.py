@@ -78,6 +78,8 @@ class HopState:
         self.word: Word | None = None
         """The peer is held to it, if others could take its place."""
         self.overtime = Overtime(terms.policy.standing)
+        self.memory_refusals = 0
+        """The steps for which the peer had no memory, and which it was given again."""
         self.is_open = False
         self.nonce = b""
         """The peer's own for this session: all receipts have it."""
@@ -272,6 +274,19 @@ class HopState:
             way_s = self._form.bytes_of(positions) / policy.standing.first_bytes_per_s
             patience_s, expected_s = word.patience_s + way_s, word.position_s * positions
         return min(policy.step_timeout_s, patience_s + policy.step_patience_times * expected_s)
+
+    def pause_s(self, error: PeerError | None, waited_s: float) -> float | None:
+        """The pause before the peer is given the step again that it has answered with `error`; None if it is not.
+
+        It is, if it has no memory now, nobody else could take its place, and this has not lasted for too long.
+        """
+        if not isinstance(error, PeerRefused) or error.code != RefusalCode.BUSY or error.retry_after_s is None:
+            return None
+        policy = self.terms.policy
+        if self.word is not None or waited_s >= policy.memory_patience_s:
+            return None
+        self.memory_refusals += 1
+        return min(max(error.retry_after_s, policy.route.retry_s), policy.route.longest_pause_s)
 
     def note_took(self, positions: int, took_s: float) -> None:
         """It has computed a chunk."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
 from llmnode.core.server_figures import ServerFigures
@@ -14,15 +15,16 @@ if TYPE_CHECKING:
 
 _is_total = check_of(Total)
 _NAMES = ("sessions_1000", "predicted_tokens_1000", "measured_tokens_1000", "predicted_bytes", "measured_bytes")
-"""In the order of the fields of `ServerFigures`. The first three are thousandths."""
-_THOUSANDTHS = 3
+_LATER = ("predicted_prefill_tokens_1000", "measured_prefill_tokens_1000")
+"""Both in the order of the fields of `ServerFigures`. Older servers leave out the later ones."""
+_THOUSANDTHS = "_1000"
 
 
 def figures_extension(figures: ServerFigures) -> dict[str, Any]:  # Any: each extension has its own values
     """The extensions of the description of a server with these `figures`."""
-    rates = figures.sessions, figures.predicted_tokens_per_s, figures.measured_tokens_per_s
-    values = *(round(1000 * each) for each in rates), figures.predicted_bytes, figures.measured_bytes
-    return {FIGURES: dict(zip(_NAMES, values, strict=True))}
+    names = _NAMES + _LATER
+    told = zip(names, astuple(figures), strict=True)
+    return {FIGURES: {name: round(1000 * value) if name.endswith(_THOUSANDTHS) else value for name, value in told}}
 
 
 def figures_of(description: Description) -> ServerFigures | None:
@@ -30,7 +32,11 @@ def figures_of(description: Description) -> ServerFigures | None:
     values = (description.extensions or {}).get(FIGURES)
     if values is None:
         return None
-    if not isinstance(values, dict) or not all(_is_total(values.get(name)) for name in _NAMES):
+    values = dict.fromkeys(_LATER, 0) | values if isinstance(values, dict) else {}
+    if not all(_is_total(values.get(name)) for name in _NAMES + _LATER):
         raise RemoteProtocolError(f"Description.extensions: {FIGURES} are no map of numbers")
-    rates, sizes = _NAMES[:_THOUSANDTHS], _NAMES[_THOUSANDTHS:]
-    return ServerFigures(*(values[name] / 1000 for name in rates), *(values[name] for name in sizes))
+    return ServerFigures(*(_read(name, values[name]) for name in _NAMES + _LATER))
+
+
+def _read(name: str, value: int) -> Any:
+    return value / 1000 if name.endswith(_THOUSANDTHS) else value

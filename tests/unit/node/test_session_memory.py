@@ -30,12 +30,14 @@ from unit.links import POLICY, ROW, answer_to, open_frame, refusal_to, served, s
 MIB = 1 << 20
 SMALL = BudgetPolicy(memory_bytes=8 * MIB)
 PATIENCE_S = 0.2
+IMPATIENT = ServePolicy(memory_patience_s=PATIENCE_S)
+PATIENT = ServePolicy(memory_patience_s=1000.0, longest_work_wait_s=1000.0)
 
 
 def session_memory(policy: BudgetPolicy = SMALL, address: str = "8.8.8.8") -> tuple[Budget, SessionMemory]:
     budget = Budget(policy)
     link = budget.connection(address, PeerId("somebody")).open(Kind.LINK, "a link")
-    return budget, SessionMemory(link, 16 * MIB, PATIENCE_S, WorkTurns())
+    return budget, SessionMemory(link, 16 * MIB, IMPATIENT, WorkTurns())
 
 
 @in_trio
@@ -65,7 +67,7 @@ async def test_a_frame_waits_for_memory_that_is_given_back() -> None:
 @simulated
 async def test_a_frame_waits_for_what_is_given_back_and_not_by_a_timer() -> None:
     budget = Budget(SMALL)
-    memory = SessionMemory(budget.connection("8.8.8.8", PeerId("somebody")), 16 * MIB, 1000.0, WorkTurns())
+    memory = SessionMemory(budget.connection("8.8.8.8", PeerId("somebody")), 16 * MIB, PATIENT, WorkTurns())
     other = budget.process.open(Kind.SESSION, "another")
     assert other.take(Resource.MEMORY, budget.process.limit(Resource.MEMORY) or 0)
     tries = 0
@@ -92,7 +94,7 @@ async def test_a_frame_waits_for_what_is_given_back_and_not_by_a_timer() -> None
 @in_trio
 async def test_a_session_queues_no_more_than_its_own_positions_take_several_times() -> None:
     budget = Budget(BudgetPolicy())
-    memory = SessionMemory(budget.connection("8.8.8.8"), 1000, PATIENCE_S, WorkTurns())
+    memory = SessionMemory(budget.connection("8.8.8.8"), 1000, IMPATIENT, WorkTurns())
     await memory.queue(4 * 1000 + OTHER_FRAMES_BYTES)
     with pytest.raises(PeerRefused) as caught:
         await memory.queue(1)
@@ -125,7 +127,7 @@ async def test_steps_that_wait_to_be_computed_take_turns_among_groups_and_their_
 
     async def compute(address: str, peer: str, size_bytes: int) -> None:
         link = budget.connection(address, PeerId(peer)).open(Kind.LINK, "a link")
-        memory = SessionMemory(link, 16 * MIB, 1000.0, turns)
+        memory = SessionMemory(link, 16 * MIB, PATIENT, turns)
         while True:
             await memory.begin_work(size_bytes)
             await trio.sleep(1)
@@ -150,7 +152,7 @@ async def test_steps_that_wait_to_be_computed_take_turns_among_groups_and_their_
 async def test_a_step_that_gives_up_its_turn_leaves_it_to_the_next() -> None:
     budget, turns = Budget(SMALL), WorkTurns()
     holder, large, small = (
-        SessionMemory(budget.connection("8.8.8.8", PeerId(peer)), 16 * MIB, 3.0, turns)
+        SessionMemory(budget.connection("8.8.8.8", PeerId(peer)), 16 * MIB, ServePolicy(memory_patience_s=3.0), turns)
         for peer in ("holder", "large", "small")
     )
     await holder.begin_work(MIB)
@@ -165,6 +167,32 @@ async def test_a_step_that_gives_up_its_turn_leaves_it_to_the_next() -> None:
         began_s = trio.current_time()
         await small.begin_work(MIB)
         assert trio.current_time() - began_s == pytest.approx(2.0), "nobody passes the one whose turn it is"
+
+
+@simulated
+async def test_a_step_waits_for_its_turn_while_others_end_but_not_for_ever() -> None:
+    """Each takes a second, and one more comes every second: a queue that is longer than the patience."""
+    policy, turns, budget = ServePolicy(memory_patience_s=5.0, longest_work_wait_s=20.0), WorkTurns(), Budget(SMALL)
+    waits_s: list[float] = []
+    refused_s: list[float] = []
+
+    async def compute() -> None:
+        began_s = trio.current_time()
+        memory = SessionMemory(budget.connection("8.8.8.8", PeerId("somebody")), 16 * MIB, policy, turns)
+        try:
+            await memory.begin_work(2 * MIB)
+        except PeerRefused:
+            refused_s.append(trio.current_time() - began_s)
+            return
+        waits_s.append(trio.current_time() - began_s)
+        await trio.sleep(1)
+        memory.end_work()
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(30):
+            nursery.start_soon(compute)
+    assert sorted(waits_s)[:20] == pytest.approx(range(20))
+    assert len(waits_s) <= 21 and refused_s == pytest.approx([20.0] * len(refused_s))
 
 
 @in_trio

@@ -84,7 +84,7 @@ def test_the_prediction_for_a_server_is_shown_beside_what_it_does() -> None:
     busy, idle = (announcement(f"T5CStnt{name}", Span(0, 30), PeerState.ONLINE) for name in "AB")
     work = Description(**dict.fromkeys(Description.__dataclass_fields__, 0))
     figures = {
-        busy.peer: ServerFigures(2.5, 44.0, 40.0, 900 << 20, 1000 << 20),
+        busy.peer: ServerFigures(2.5, 44.0, 40.0, 900 << 20, 1000 << 20, 330.0, 300.0),
         idle.peer: ServerFigures(8.0, 120.0, 0.0, 0, 999 << 20),
     }
     answers = {peer: ServerReport(work, False, 1, each) for peer, each in figures.items()}
@@ -100,10 +100,12 @@ def test_the_prediction_for_a_server_is_shown_beside_what_it_does() -> None:
     assert model.figures == figures
     told = as_json([model], 0, 0)["models"][0]["servers"]
     assert [each["figures"]["tokens_per_s_error"] for each in told] == [pytest.approx(0.1), None]
+    assert [each["figures"]["prefill_tokens_per_s_error"] for each in told] == [pytest.approx(0.1), None]
     assert [each["figures"]["memory_error"] for each in told] == [pytest.approx(-0.1), None]
     assert told[1]["figures"]["measured_tokens_per_s"] is None
     assert figures_line(figures[busy.peer]) == (
         "40.0 tokens/s (44.0 predicted for 2.5 sessions at once, off by +10%), "
+        "300 tokens/s of prompts (330 predicted, off by +10%), "
         "1000 MiB of memory (900 MiB predicted, off by -10%)"
     )
     assert "no speed measured yet" in figures_line(figures[idle.peer])

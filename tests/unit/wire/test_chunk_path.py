@@ -114,6 +114,40 @@ def test_a_late_hop_that_was_given_the_same_again_is_well() -> None:
     assert first.pushing.receiver is None
 
 
+NO_MEMORY = PeerRefused(RefusalCode.BUSY, "no memory is left for this session now", retry_after_s=1.0)
+
+
+def test_a_hop_without_memory_is_given_the_step_again_if_nobody_could_take_its_place() -> None:
+    alone = hop(0)
+    with pytest.raises(StopIteration):
+        way([alone], iter([NO_MEMORY, late(), NO_MEMORY, result(GIVEN, LAST)]))
+    assert alone.failure is None
+    assert alone.memory_refusals == 2
+    alone.word = Word(0.001, 8.0)
+    with pytest.raises(PeerRefused):
+        way([alone], iter([NO_MEMORY]))
+    assert alone.failure is NO_MEMORY
+
+
+@pytest.mark.parametrize(
+    ("error", "waited_s", "pause_s"),
+    [
+        (NO_MEMORY, 0.0, 1.0),
+        (PeerRefused(RefusalCode.BUSY, "later", retry_after_s=3.0), TERMS.policy.memory_patience_s - 1, 3.0),
+        (PeerRefused(RefusalCode.BUSY, "much later", retry_after_s=1e9), 0.0, TERMS.policy.route.longest_pause_s),
+        (NO_MEMORY, TERMS.policy.memory_patience_s, None),
+        (PeerRefused(RefusalCode.BUSY, "it is draining"), 0.0, None),
+        (CONFLICT, 0.0, None),
+        (PeerTimeout("no RESULT"), 0.0, None),
+        (None, 0.0, None),
+    ],
+)
+def test_a_hop_is_waited_for_only_if_it_says_when_it_may_have_memory_and_not_for_ever(
+    error: PeerError | None, waited_s: float, pause_s: float | None
+) -> None:
+    assert hop(0).pause_s(error, waited_s) == pause_s
+
+
 def test_the_first_step_has_the_time_of_its_word_and_of_its_way() -> None:
     first, policy = hop(0), TERMS.policy
     first.word = Word(position_s=0.001, patience_s=8.0)

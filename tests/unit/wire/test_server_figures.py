@@ -12,7 +12,7 @@ from llmnode.errors import RemoteProtocolError
 from llmnode.wire.messages import Description, pack, unpack
 from llmnode.wire.server_figures import figures_extension, figures_of
 
-FIGURES = ServerFigures(2.5, 40.125, 0.0, 1 << 33, (1 << 33) + 1)
+FIGURES = ServerFigures(2.5, 40.125, 0.0, 1 << 33, (1 << 33) + 1, 250.5, 300.0)
 NUMBERS = dict.fromkeys(Description.__dataclass_fields__, 1)
 DESCRIPTION = Description(
     **NUMBERS
@@ -29,6 +29,15 @@ def test_figures_arrive_as_they_were() -> None:
     assert figures_of(described(figures_extension(FIGURES))) == FIGURES
     assert figures_of(described(None)) is None
     assert figures_of(described({"load": 1})) is None
+
+
+def test_an_older_server_says_nothing_of_prompts() -> None:
+    values = figures_extension(FIGURES)["figures"]
+    older = {name: value for name, value in values.items() if "prefill" not in name}
+    assert len(older) == 5
+    assert figures_of(described({"figures": older})) == replace(
+        FIGURES, predicted_prefill_tokens_per_s=0.0, measured_prefill_tokens_per_s=0.0
+    )
 
 
 @pytest.mark.parametrize("wrong", [-1, 2**63, 1.5, "1", None, True, [1]])

@@ -258,6 +258,9 @@ class ClientPolicy:
     step_patience_times: float = 20.0
     """A step at a known hop may take this many times what a similar step took before, plus `step_patience_s`. The hop's
     link lives, so it may be busy with others; but a hop that hangs is given up before `step_timeout_s`."""
+    memory_patience_s: float = 60.0
+    """A hop that nobody else could replace, and that has no memory for a step now, is given it again for this long.
+    Other steps of the same client may be what fills its memory."""
     chunk_tokens: int = 512
     """A prefill is sent in chunks of this many positions, so that no frame and no forward grows with the prompt."""
     chunks_ahead: int = 3

@@ -185,6 +185,9 @@ class ServePolicy:
     """A step of a client waits this long for memory (`BudgetPolicy`). Meanwhile no other frame is read from its link.
     It is less than the client waits for an answer (`ClientPolicy.step_patience_s`), and than its link waits for ours to
     read (`LinkPolicy.write_timeout_s`). Pushes wait for nothing."""
+    longest_work_wait_s: float = 40.0
+    """A step that is to be computed waits for memory for as long as other steps end, each within `memory_patience_s`
+    of the one before, and for this long at most: its client waits for the answer for `ClientPolicy.step_timeout_s`."""
     push_first_bytes: int = 1280 << 10
     """A session grants this much to the hop before it at the beginning of an epoch, so that a prompt is pushed without
     a question, which would take a round trip at each hop. These are 512 positions of SmolLM2-135M in fp32, or 160
