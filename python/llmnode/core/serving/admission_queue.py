@@ -14,51 +14,21 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter, deque
 from dataclasses import replace
-from functools import cached_property
 from math import ceil, inf
 from typing import TYPE_CHECKING
 
 from llmnode.core.ids import NO_SESSION
 from llmnode.core.rates import Rates
 from llmnode.core.serving.kv_growth import choose_leaving
-from llmnode.core.serving.kv_shares import KvLease, KvShares
+from llmnode.core.serving.kv_ledger import KvLedger, in_us
+from llmnode.core.serving.kv_shares import KvLease
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Sequence
 
     from llmnode.core.ids import PeerId, SessionId
     from llmnode.core.policy import AdmissionPolicy
     from llmnode.core.serving.kv_shares import KvClaim
-
-
-class _Standing:
-    """All that follows from the leases alone, until one of them changes: with thousands of them it is costly."""
-
-    def __init__(self, leases: Collection[KvLease], positions: int, policy: AdmissionPolicy) -> None:
-        self._leases, self._positions, self._policy = leases, positions, policy
-        self.waiting = [each for each in leases if not each.is_inside]
-        self.inside = [each for each in leases if each.is_inside and not each.is_leaving]
-        """Those that have KV, and do not leave."""
-        self.growing = [each for each in self.inside if each.growing]
-        self.free = positions - sum(each.positions for each in leases)
-        self.lacking = sum(each.growing for each in self.growing)
-        later = sum(each.later for each in self.inside)
-        self._reserve = min(later, int(policy.growth_share * positions))
-        self.kept = self.lacking + self._reserve
-        """The positions that newcomers leave for sessions that grow."""
-        self.coming = positions - sum(each.positions for each in self.inside) - self.kept
-        """The positions for newcomers that are free, and those of sessions that leave."""
-        self.since_s = sum(each.since_s for each in self.inside)
-        self.least = min((each.needed for each in self.waiting), default=inf)
-        """The fewest positions that a session waits for."""
-
-    @cached_property
-    def shares(self) -> KvShares:
-        return self.shares_with()
-
-    def shares_with(self, *more: KvLease) -> KvShares:
-        # Nobody has a share in the reserve: else one group could have all but that, and be within its share.
-        return KvShares([*self._leases, *more], self._positions - self._reserve, self._policy)
 
 
 class AdmissionQueue:
@@ -71,10 +41,9 @@ class AdmissionQueue:
         self.positions = positions
         self._policy = policy
         self._page = page
-        self._leases: dict[SessionId, KvLease] = {}
+        self._ledger = KvLedger(positions, policy)
         self._stays: deque[tuple[float, bool]] = deque(maxlen=policy.stays_kept)
         """For how long the latest sessions had KV, and whether they ended of themselves."""
-        self._known: _Standing | None = None
         self._first_tried = 0
         """Those that wait before this place in the queue were tried at the last look."""
         self._forecasts = Rates(policy.forecasts, policy.forecasts_per_s)
@@ -82,38 +51,37 @@ class AdmissionQueue:
 
     @property
     def free(self) -> int:
-        return self._standing.free
+        return self._ledger.free
 
     @property
     def kept(self) -> int:
         """The positions that newcomers leave for sessions that grow."""
-        return self._standing.kept
+        return self._ledger.kept
 
     @property
     def waiting(self) -> int:
         """How many wait to come in."""
-        return len(self._standing.waiting)
+        return len(self._ledger.waiting)
 
     def place_for(self, claim: KvClaim) -> tuple[bool, SessionId | None]:
         """Whether one more session of this peer may wait, and the one that makes way for it, if one has to.
 
         That is the newest of the group with the most that wait, if it has more than the peer's own.
         """
-        waiting = self._standing.waiting
-        if sum(each.claim.client == claim.client for each in waiting) >= self._policy.most_waiting_per_client:
+        ledger, policy = self._ledger, self._policy
+        if ledger.waiting_of_client[claim.client] >= policy.most_waiting_per_client:
             return False, None
-        if len(waiting) < self._policy.most_waiting:
+        if len(ledger.waiting) < policy.most_waiting:
             return True, None
-        of_group = Counter(each.group for each in waiting)
-        group, most = max(of_group.items(), key=lambda each: each[1])
-        if most <= of_group[claim.group] + 1:
+        if max(ledger.waiting_of_group.values()) <= ledger.waiting_of_group[claim.group] + 1:
             return False, None
-        return True, next(each.session for each in reversed(waiting) if each.group == group)
+        of_group = Counter(each.group for each in ledger.waiting.values())
+        group = max(of_group, key=lambda each: of_group[each])  # of several, the one whose session waits longest
+        return True, next(each.session for each in reversed(ledger.waiting.values()) if each.group == group)
 
     def add(self, session: SessionId, claim: KvClaim, now_s: float) -> None:
         """Queue it. With a claim to more positions than there are, it would wait for ever."""
-        self._leases[session] = self._newcomer(session, claim, now_s)
-        self._known = None
+        self._ledger.add(self._newcomer(session, claim, now_s))
 
     def _newcomer(self, session: SessionId, claim: KvClaim, now_s: float) -> KvLease:
         claim = replace(claim, positions=self.in_pages(claim.positions))
@@ -129,44 +97,43 @@ class AdmissionQueue:
 
     def held(self, session: SessionId) -> int:
         """The positions that a session has KV for. An unknown one has none."""
-        lease = self._leases.get(session)
+        lease = self._ledger.leases.get(session)
         return 0 if lease is None else lease.positions
 
     def grow(self, session: SessionId, positions: int) -> None:
         """A session that has come in needs KV for `positions` in all. It gets it with `admit`, and of the piece
         around it the part that is free.
         """
-        lease, piece = self._leases[session], self._policy.first_positions
+        lease, piece = self._ledger.leases[session], self._policy.first_positions
         least = self.in_pages(positions) - lease.positions
         wanted = min(lease.later, self.in_pages(ceil(positions / piece) * piece) - lease.positions)
         assert 0 < least <= lease.later, "it has that, or has claimed less"
-        unasked = (self.free - self._standing.lacking) // self._page * self._page
-        lease.growing, lease.grows_to = max(least, min(wanted, unasked)), positions
-        lease.later -= lease.growing
-        self._known = None
+        unasked = (self.free - self._ledger.lacking) // self._page * self._page
+        with self._ledger.changing(lease):
+            lease.growing, lease.grows_to = max(least, min(wanted, unasked)), positions
+            lease.later -= lease.growing
 
     def copy(self, session: SessionId, positions: int) -> None:
         """A session that has come in becomes a copy of another one up to this position. An unknown one does nothing."""
-        if (lease := self._leases.get(session)) is not None:
+        if (lease := self._ledger.leases.get(session)) is not None:
             lease.copied = positions
 
     def give_up(self, session: SessionId) -> None:
         """It grows no more than it has. An unknown one does nothing."""
-        if (lease := self._leases.get(session)) is not None:
-            lease.later, lease.growing = lease.later + lease.growing, 0
-            self._known = None
+        if (lease := self._ledger.leases.get(session)) is not None:
+            with self._ledger.changing(lease):
+                lease.later, lease.growing = lease.later + lease.growing, 0
 
     def choose_leaving(self, session: SessionId, now_s: float) -> Sequence[SessionId]:
         """The sessions that have to leave since this one grows, each once; perhaps it alone. They hold their KV until
         they are removed.
         """
-        standing, lease = self._standing, self._leases[session]
-        missing = sum(each.positions + each.growing for each in standing.inside) - self.positions
+        ledger, lease = self._ledger, self._ledger.leases[session]
         spares = lease.copied > 0 and lease.grows_to <= lease.copied + self._policy.first_positions
-        chosen = choose_leaving(standing.shares, lease, missing, now_s, spares=spares) if missing > 0 else ()
+        missing = ledger.missing
+        chosen = choose_leaving(ledger.shares, lease, missing, now_s, spares=spares) if missing > 0 else ()
         for each in chosen:
-            each.is_leaving = each.is_moved = True
-            self._known = None
+            self._move(each)
         return [each.session for each in chosen]
 
     def end(self, session: SessionId, *, is_moved: bool = False) -> None:
@@ -174,34 +141,34 @@ class AdmissionQueue:
 
         An unknown one does nothing.
         """
-        if (lease := self._leases.get(session)) is not None:
-            lease.is_leaving, lease.is_moved = True, lease.is_moved or is_moved
-            self._known = None
+        if (lease := self._ledger.leases.get(session)) is not None:
+            with self._ledger.changing(lease):
+                lease.is_leaving, lease.is_moved = True, lease.is_moved or is_moved
 
     def use(self, session: SessionId, now_s: float, *, ends: bool) -> None:
         """It begins to be used, or ends to be. An unknown one does nothing."""
-        if (lease := self._leases.get(session)) is not None:
+        if (lease := self._ledger.leases.get(session)) is not None:
             lease.used_s = now_s if ends else inf
             lease.has_computed |= ends
 
     def admit(self, now_s: float) -> Sequence[SessionId]:
         """Those that come in or grow now, in order."""
         admitted: list[SessionId] = []
-        for growing in self._standing.growing:
+        for growing in self._ledger.growing:
             if growing.growing <= self.free:
-                growing.growing = 0
-                self._known = None
+                with self._ledger.changing(growing):
+                    growing.growing = 0
                 admitted.append(growing.session)
         while (lease := self._next(now_s)) is not None:
-            lease.is_inside, lease.since_s, lease.used_s = True, now_s, now_s
-            self._known = None
+            with self._ledger.changing(lease):
+                lease.is_inside, lease.since_s, lease.used_s = True, now_s, now_s
             admitted.append(lease.session)
         return admitted
 
     def choose_moves(self, now_s: float) -> Sequence[SessionId]:
         """The sessions that have to leave since others wait, each once. They hold their KV until they are removed."""
         chosen: list[SessionId] = []
-        coming, shares = self._standing.coming, self._standing.shares
+        coming, shares = self._ledger.coming, self._ledger.shares
         movable = shares.movable(now_s)
         failed: dict[tuple[str, PeerId], int] = {}
         tried: list[int] = []
@@ -216,22 +183,24 @@ class AdmissionQueue:
                     failed[lease.peer] = positions
                     continue
                 for each in moves:
-                    each.is_leaving = each.is_moved = True
+                    self._move(each)
                     coming += each.positions
                     chosen.append(each.session)
-                self._known = None
-                shares = self._standing.shares
+                shares = self._ledger.shares
                 movable = shares.movable(now_s)
             coming -= positions
         self._first_tried = tried[-1] + 1 if len(tried) == self._policy.tried_per_look else 0
         return chosen
 
+    def _move(self, lease: KvLease) -> None:
+        """It has to leave for others."""
+        with self._ledger.changing(lease):
+            lease.is_leaving = lease.is_moved = True
+
     def remove(self, session: SessionId, now_s: float) -> None:
         """It has ended, or waits no longer. An unknown one does nothing."""
-        if (left := self._leases.pop(session, None)) is not None:
-            self._known = None
-            if left.is_inside:
-                self._stays.append((now_s - left.since_s, not left.is_moved))
+        if (left := self._ledger.remove(session)) is not None and left.is_inside:
+            self._stays.append((now_s - left.since_s, not left.is_moved))
 
     def retry_after_s(self, claim: KvClaim, now_s: float, *, forecasts: bool = True) -> float:
         """The time until there may be space for such a session, after those whose turn comes before.
@@ -239,14 +208,15 @@ class AdmissionQueue:
         That is when sessions have ended, if they stay as long as they have till now, or when some may be moved, if it
         `forecasts` that.
         """
-        policy, standing = self._policy, self._standing
+        policy, ledger = self._policy, self._ledger
         asking = self._newcomer(NO_SESSION, claim, now_s)
         turn = self._turn(asking, now_s)
-        before = sum(each.needed for each in standing.waiting if self._turn(each, now_s) <= turn)
-        missing, held = asking.needed + before - standing.coming, self.positions - standing.free
+        before = sum(each.needed for each in ledger.waiting.values() if self._turn(each, now_s) <= turn)
+        missing, held = asking.needed + before - ledger.coming, self.positions - ledger.free
         # The time of those that are still here, or were moved, counts too: this is the likeliest mean of an exponential
         # stay. Otherwise only short stays would count.
-        here_s, ended = len(standing.inside) * now_s - standing.since_s, sum(itself for _, itself in self._stays)
+        here_s = (len(ledger.inside) * in_us(now_s) - ledger.since_us) / 1e6
+        ended = sum(itself for _, itself in self._stays)
         stay_s = (sum(stay_s for stay_s, _ in self._stays) + here_s) / max(1, ended)
         ends_s = stay_s * missing / held if held else 0.0
         moves_s = 0.0 if missing <= 0 else self._moves_in_s(asking, missing, now_s) if forecasts else inf
@@ -261,7 +231,7 @@ class AdmissionQueue:
         """
         if not self._forecasts_of_group.take(lease.group, now_s) or not self._forecasts.take("all", now_s):
             return inf
-        policy, inside, shares = self._policy, self._standing.inside, self._standing.shares_with(lease)
+        policy, inside, shares = self._policy, self._ledger.inside.values(), self._ledger.shares_with(lease)
         times = {now_s, *(each.idle_from_s(policy) for each in inside)}
         times |= {each.since_s + policy.keeps_s for each in inside}
         until_s, every_s = now_s + policy.longest_retry_s, policy.least_retry_s  # more exactly it need not be
@@ -271,8 +241,8 @@ class AdmissionQueue:
 
     def _next(self, now_s: float) -> KvLease | None:
         """The next session that comes in. Those before it have been passed over once more."""
-        free = self.free - self._standing.kept
-        if self._standing.least > free:
+        free = self.free - self._ledger.kept
+        if self._ledger.least > free:
             return None
         passed: list[KvLease] = []
         for lease in self._in_order(now_s):
@@ -287,15 +257,9 @@ class AdmissionQueue:
 
     def _in_order(self, now_s: float) -> list[KvLease]:
         """Those that wait, in the order of their turns."""
-        return sorted(self._standing.waiting, key=lambda lease: self._turn(lease, now_s))
+        return sorted(self._ledger.waiting.values(), key=lambda lease: self._turn(lease, now_s))
 
     def _turn(self, lease: KvLease, now_s: float) -> tuple[int, int, int]:
         """A lower one comes first."""
-        aged, shares = int((now_s - lease.since_s) / self._policy.ageing_s), self._standing.shares
-        return max(0, lease.claim.priority - aged), shares.of_group[lease.group], shares.of_peer[lease.peer]
-
-    @property
-    def _standing(self) -> _Standing:
-        if self._known is None:
-            self._known = _Standing(self._leases.values(), self.positions, self._policy)
-        return self._known
+        aged, ledger = int((now_s - lease.since_s) / self._policy.ageing_s), self._ledger
+        return max(0, lease.claim.priority - aged), ledger.of_group[lease.group], ledger.of_peer[lease.peer]

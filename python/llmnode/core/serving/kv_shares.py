@@ -58,6 +58,8 @@ class KvLease:
     """It became a copy of another session up to this position."""
     is_moved: bool = False
     """It leaves since others need its KV."""
+    number: int = 0
+    """Its place in the order in which sessions were queued."""
 
     @property
     def positions(self) -> int:

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from llmnode.core.ids import PeerId, SessionId
 from llmnode.core.policy import AdmissionPolicy
 from llmnode.core.priority import Priority
-from llmnode.core.serving.admission_queue import AdmissionQueue, _Standing
+from llmnode.core.serving.admission_queue import AdmissionQueue
 from llmnode.core.serving.kv_shares import KvClaim, KvLease
 from unit.calls import calls_counted
+from unit.core.serving.plain_ledger import check_ledger
 
 POSITIONS = 100
 POLICY = AdmissionPolicy(passed_over=3, most_waiting=20, most_waiting_per_client=15)
@@ -70,15 +71,6 @@ class Hall:
         return sum(self.asked[number] for number in self.inside)
 
 
-def check_what_is_kept(queue: AdmissionQueue) -> None:
-    """It is what would be worked out anew, whatever has changed."""
-    kept, anew = queue._standing, _Standing(queue._leases.values(), queue.positions, queue._policy)
-    for what in ("waiting", "inside", "free", "coming", "since_s", "least"):
-        assert getattr(kept, what) == getattr(anew, what), what
-    assert (kept.shares.of_group, kept.shares.of_peer) == (anew.shares.of_group, anew.shares.of_peer)
-    assert kept.shares.share == anew.shares.share
-
-
 EVENTS = st.one_of(
     st.tuples(st.just("ask"), st.integers(1, POSITIONS), st.integers(0, 3), st.sampled_from(Priority)),
     st.tuples(st.just("leave"), st.integers(0, 99), st.just(0), st.just(Priority.BATCH)),
@@ -102,7 +94,7 @@ def test_there_is_never_more_held_than_there_is_and_in_the_end_all_is_free(
         assert hall.held <= POSITIONS
         assert hall.queue.free == POSITIONS - hall.held
         assert hall.queue.waiting == len(hall.waiting)
-        check_what_is_kept(hall.queue)
+        check_ledger(hall.queue)
         assert POLICY.least_retry_s <= hall.retry_after_s(50) <= POLICY.longest_retry_s
     for _ in hall.asked:
         for number in list(hall.inside):
@@ -248,8 +240,9 @@ def test_sessions_that_others_move_had_to_leave(why: str) -> None:
         queue.add(name(100), claim(1, client=100), 100.0)
         (moved,) = queue.choose_moves(100.0)
     else:
-        grown = queue._leases[name(0)]
-        grown.claim, grown.later = replace(grown.claim, positions=2), 1
+        grown = queue._ledger.leases[name(0)]
+        with queue._ledger.changing(grown):
+            grown.claim, grown.later = replace(grown.claim, positions=2), 1
         queue.grow(name(0), 2)
         (moved,) = queue.choose_leaving(name(0), 100.0)
     queue.remove(moved, 100.0)
@@ -274,7 +267,7 @@ def a_full_server(sessions: int, policy: AdmissionPolicy) -> AdmissionQueue:
     queue = AdmissionQueue(sessions, policy)
     for number in range(sessions):  # one by one they would come in slowly
         lease = KvLease(name(number), claim(1, client=number % 40), 0.0, is_inside=True, used_s=number / sessions)
-        queue._leases[lease.session] = lease
+        queue._ledger.add(lease)
     assert queue.free == 0
     return queue
 
@@ -298,6 +291,40 @@ def test_a_refused_open_costs_little_however_many_sessions_there_are(clients: in
             assert not queue.admit(now_s)
     assert calls[0] / opens < sessions, "less than a look at each session"
     assert all(policy.least_retry_s <= each <= policy.longest_retry_s for each in spread_s)
+
+
+@pytest.mark.parametrize("clients", [1, 20])
+def test_an_open_that_waits_in_vain_costs_as_much_with_thousands_of_sessions_as_with_some(clients: int) -> None:
+    """One that comes in and goes, too, though others leave and grow meanwhile."""
+    calls_of = {sessions: calls_of_opens(sessions, clients) for sessions in (400, 4000)}
+    assert calls_of[4000] <= calls_of[400] * 1.05 + 5
+    assert calls_of[4000] < 400
+
+
+def calls_of_opens(sessions: int, clients: int) -> float:
+    """Those of one OPEN, in the mean of some."""
+    opens, now_s = 500, 5.0
+    queue = a_full_server(sessions, AdmissionPolicy(stays_kept=1))
+    with calls_counted() as calls:
+        for number in range(opens):
+            now_s += 0.001
+            asked = claim(5, client=100 + number % clients)
+            assert queue.place_for(asked) == (True, None)
+            queue.add(name(sessions + number), asked, now_s)
+            assert not queue.admit(now_s)
+            if number % 4 == 0:  # one of those that are here ends
+                here = name(number % sessions)
+                queue.end(here)
+                queue.remove(here, now_s)
+                assert not queue.admit(now_s)
+                queue.add(here, claim(1, client=number % 40), now_s)
+                assert queue.admit(now_s) == [here]
+            assert queue.kept == 0 and queue.free == 0
+            assert queue.retry_after_s(asked, now_s, forecasts=False)
+            queue.end(name(sessions + number))
+            queue.remove(name(sessions + number), now_s)
+            assert not queue.admit(now_s)
+    return calls[0] / opens
 
 
 @pytest.mark.parametrize("clients", [1, 60])
@@ -362,7 +389,7 @@ def test_laws_hold_with_hundreds_of_sessions_of_which_some_leave_for_others(seed
         leaving = queue.choose_moves(now_s) if number % 10 == 0 else []
         moved += len(leaving)
         for each in leaving:
-            check_what_is_kept(queue)
+            check_ledger(queue)
             queue.remove(each, now_s)
             del open_sessions[int.from_bytes(each, "big")]
         for each in queue.admit(now_s):
@@ -371,7 +398,7 @@ def test_laws_hold_with_hundreds_of_sessions_of_which_some_leave_for_others(seed
             queue.remove(name(ended := rng.choice(list(open_sessions))), now_s)
             del open_sessions[ended]
         if number % 20 == 0:
-            check_what_is_kept(queue)
+            check_ledger(queue)
         held = positions - queue.free
         assert 0 <= held <= positions
         assert held <= sum(open_sessions.values())

@@ -15,6 +15,7 @@ from llmnode.core.policy import AdmissionPolicy
 from llmnode.core.priority import Priority
 from llmnode.core.serving.admission_queue import AdmissionQueue
 from llmnode.core.serving.kv_shares import KvClaim
+from unit.core.serving.plain_ledger import check_ledger
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -91,6 +92,7 @@ class Server:
             most = self.claims[number].at_once + self.used[number] + PIECE
             assert self.used[number] <= positions <= self.queue.in_pages(self.claims[number].positions)
             assert positions % page == 0 and positions < most + PIECE + page, "it holds what it uses, and a piece"
+        check_ledger(self.queue)
 
 
 EVENTS = st.one_of(
@@ -145,14 +147,16 @@ def play(script: Iterable[tuple[str, int, int, int]], page: int) -> None:
 
 def grow_and_check_who_goes(server: Server, number: int, positions: int, *, copies: bool) -> None:
     queue = server.queue
-    before = {each: (queue._leases[name(each)], queue.held(name(each))) for each in server.used}
+    before = {each: (queue._ledger.leases[name(each)], queue.held(name(each))) for each in server.used}
     wanted = min(server.claims[number].positions, server.used[number] + positions)
     needed = max(0, queue.in_pages(wanted) - queue.held(name(number)))
-    lease = queue._leases[name(number)]
-    lease.growing, lease.later, queue._known = needed, lease.later - needed, None
-    shares = queue._standing.shares
+    lease = queue._ledger.leases[name(number)]
+    with queue._ledger.changing(lease):
+        lease.growing, lease.later = needed, lease.later - needed
+    shares = queue._ledger.shares
     of_all, of_peer = shares.is_entitled(lease)
-    lease.growing, lease.later, queue._known = 0, lease.later + needed, None
+    with queue._ledger.changing(lease):
+        lease.growing, lease.later = 0, lease.later + needed
     spares = copies or (lease.copied > 0 and wanted <= lease.copied + PIECE)
     kept = [each for each in before if shares.is_kept(before[each][0], server.now_s)]
     gone = server.copy(number, wanted) if copies else server.step(number, positions)
@@ -237,7 +241,7 @@ def test_a_copy_has_sessions_leave_that_have_computed_nothing() -> None:
     for number in (0, 1):
         server.step(number, 32)
         server.queue.use(name(number), server.now_s, ends=False)
-    server.queue._leases[name(2)].has_computed = False
+    server.queue._ledger.leases[name(2)].has_computed = False
     made = server.ask(POSITIONS, 1)
     server.now_s += POLICY.unused_s
     assert server.copy(made, 40) == [2]
