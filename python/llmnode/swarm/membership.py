@@ -48,14 +48,14 @@ if TYPE_CHECKING:
     from llmnode.ports import Directory, Link, Network
     from llmnode.swarm.peer_connection import PeerConnection
     from llmnode.swarm.pool import ConnectionPool
-    from llmnode.wire.announcement import News
 
 log = logging.getLogger(__name__)
 
 PLACE_BYTES = 8 << 10
 """An announcement of the largest size in a view takes this much memory."""
-VERIFIED_AT_ONCE = 16
-"""After this number of signatures, of a tenth of a millisecond each, other tasks get their turn."""
+READ_AT_ONCE = 16
+"""After this number of announcements other tasks get their turn: each takes up to a fifth of a millisecond to read and
+to verify."""
 
 
 DIRECTORY = Source(PeerId("the directory"), "the directory")
@@ -141,7 +141,7 @@ class Swarm:
             fanout = self._policy.fanout if self._news.is_set() else 1
             self._news = trio.Event()
             await self._exchange_with_some(fanout)
-            await trio.sleep(self._policy.news_every_s)
+            await trio.sleep(self._exchanges.pause_s(len(self.view)))
 
     async def announce(self, offer: Callable[[], Offer]) -> None:
         """Announce what `offer` returns, and again before it expires, until cancelled."""
@@ -240,8 +240,7 @@ class Swarm:
         try:
             clock = unpack(Clock, answer.meta)
             news = unpack_news(answer.payload, self._policy)
-            self._note_unread(connection.peer, news)
-            await self._merge(news.announcements, connection.source)
+            await self._merge(news.read(), connection.source)
         except RemoteProtocolError as error:
             raise error.blame(connection.peer) from None
         self.view.meet(connection.source)
@@ -276,37 +275,39 @@ class Swarm:
     async def take_news(self, frame: Frame, link: Link) -> None:
         """Believe an unasked NEWS frame, as far as it is signed. Raises RemoteProtocolError."""
         unpack(Clock, frame.meta)
-        news = unpack_news(frame.payload, self._policy)
-        self._note_unread(link.peer, news)
-        await self._merge(news.announcements, Source(link.peer, link.group))
+        await self._merge(unpack_news(frame.payload, self._policy).read(), Source(link.peer, link.group))
 
     # Inside
 
-    async def _merge(self, announcements: Iterable[SignedAnnouncement], source: Source) -> None:
+    async def _merge(self, announcements: Iterable[SignedAnnouncement | RemoteProtocolError], source: Source) -> None:
         """Raises RemoteProtocolError at the first announcement that its own peer has not signed."""
         self._drop_expired()
-        verified = 0
-        for signed in announcements:
-            announcement = signed.announcement
-            is_ours = announcement.peer == self._network.peer
-            if not (self._is_foreign if is_ours else self.view.is_newer)(announcement, self._now_ms()):
-                continue
-            if (believed := checked(signed, self._network.verify)) is None:
-                raise RemoteProtocolError(f"passes on an announcement that {announcement.peer} did not sign")
-            if is_ours:
-                self._take_foreign(announcement)
+        for number, signed in enumerate(announcements, 1):
+            if isinstance(signed, RemoteProtocolError):
+                self._note_unread(source.peer, signed)
             else:
-                self._take(believed, source)
-            verified += 1
-            if verified % VERIFIED_AT_ONCE == 0:
+                self._believe(signed, source)
+            if number % READ_AT_ONCE == 0:
                 await trio.lowlevel.checkpoint()
         await trio.lowlevel.checkpoint()
 
-    def _note_unread(self, peer: PeerId, news: News) -> None:
-        if news.unread and not self.unread:
-            reason = news.unread[0].message
-            log.warning("peer=%s passes on an announcement that this llmnode cannot read: %s", peer, reason)
-        self.unread += len(news.unread)
+    def _believe(self, signed: SignedAnnouncement, source: Source) -> None:
+        """Keep it, if it is new. Raises RemoteProtocolError if its own peer has not signed it."""
+        announcement = signed.announcement
+        is_ours = announcement.peer == self._network.peer
+        if not (self._is_foreign if is_ours else self.view.is_newer)(announcement, self._now_ms()):
+            return
+        if (believed := checked(signed, self._network.verify)) is None:
+            raise RemoteProtocolError(f"passes on an announcement that {announcement.peer} did not sign")
+        if is_ours:
+            self._take_foreign(announcement)
+        else:
+            self._take(believed, source)
+
+    def _note_unread(self, peer: PeerId, error: RemoteProtocolError) -> None:
+        if not self.unread:
+            log.warning("peer=%s passes on an announcement that this llmnode cannot read: %s", peer, error.message)
+        self.unread += 1
 
     def _is_foreign(self, announcement: Announcement, now_ms: int) -> bool:
         """Whether it is valid, and another node with our key made it since we began."""

@@ -7,6 +7,7 @@ announcements, each an array of body and signature, and the ids of peers whose a
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from llmnode.wire.messages import AnnouncementBody, pack, unpack_signed
 from llmnode.wire.profile import profile_fields, profile_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from llmnode.core.policy import SwarmPolicy
     from llmnode.wire.frame import Buffer
@@ -35,6 +36,8 @@ SIGNING_CONTEXT = b"llmnode-announcement-1:"
 
 _PEER_ID_CHARACTERS = 100
 _SIGNATURE_BYTES = 64
+_PACKED_BYTES = 16
+"""A packed entry of a NEWS payload is at most this much larger than its parts."""
 NOTHING: Mapping[PeerId, int] = MappingProxyType({})
 """The sequence numbers of a peer that has no announcements."""
 
@@ -43,10 +46,21 @@ NOTHING: Mapping[PeerId, int] = MappingProxyType({})
 class News:
     """The content of a NEWS frame. Nothing in it is verified yet."""
 
-    announcements: Sequence[SignedAnnouncement]
+    pairs: Sequence[tuple[bytes, bytes]]
+    """The bodies and signatures of the announcements."""
     wanted: Sequence[PeerId]
-    unread: tuple[RemoteProtocolError, ...] = ()
-    """Why announcements were skipped, one error each: this version cannot read their bodies."""
+
+    def read(self) -> Iterator[SignedAnnouncement | RemoteProtocolError]:
+        """The announcements, one by one: each takes a twentieth of a millisecond, and there may be thousands.
+
+        In place of a body that this version cannot read comes the reason: it may be a newer node's, and the sender has
+        only passed it on.
+        """
+        for body, signature in self.pairs:
+            try:
+                yield unpack_announcement(body, signature)
+            except RemoteProtocolError as error:
+                yield error
 
 
 def sign_announcement(announcement: Announcement, sign: Sign) -> SignedAnnouncement:
@@ -162,7 +176,17 @@ def pack_sequences(sequences: Mapping[PeerId, int]) -> bytes:
 
 def unpack_sequences(payload: Buffer, policy: SwarmPolicy) -> dict[PeerId, int]:
     """Raises RemoteProtocolError."""
-    values = _unpack(payload, policy, "VIEW")
+    with _reading(payload, policy, "VIEW"):
+        values = msgpack.unpackb(
+            payload,
+            raw=False,
+            strict_map_key=True,
+            max_map_len=2 * policy.view_peers,
+            max_str_len=_PEER_ID_CHARACTERS,
+            max_array_len=0,
+            max_bin_len=0,
+            max_ext_len=0,
+        )
     if not isinstance(values, dict) or not all(
         _is_peer_id(peer) and type(sequence) is int and sequence >= 0 for peer, sequence in values.items()
     ):
@@ -186,24 +210,38 @@ def pack_news(announcements: Iterable[SignedBody], wanted: Sequence[PeerId], pol
 def unpack_news(payload: Buffer, policy: SwarmPolicy) -> News:
     """Raises RemoteProtocolError for anything but pairs of body and signature, within their limits.
 
-    A body that cannot be read is skipped: it may be a newer node's, and the sender has only passed it on.
+    The bodies are not read yet.
     """
-    values = _unpack(payload, policy, "NEWS")
-    if not isinstance(values, list) or len(values) != 2 or not all(isinstance(value, list) for value in values):
-        raise RemoteProtocolError("NEWS: no pair of lists")
-    pairs, wanted = values
+    with _reading(payload, policy, "NEWS"):
+        unpacker = msgpack.Unpacker(max_buffer_size=policy.exchange_bytes)
+        unpacker.feed(payload)
+        if unpacker.read_array_header() != 2:
+            raise ValueError("no pair of lists")
+        most_bytes = policy.announcement_bytes + _SIGNATURE_BYTES + _PACKED_BYTES
+        pairs = [_checked_pair(each, policy) for each in _entries(unpacker, payload, policy, most_bytes)]
+        wanted = list(_entries(unpacker, payload, policy, _PEER_ID_CHARACTERS + _PACKED_BYTES))
+        if unpacker.tell() != len(payload):
+            raise ValueError("more than a pair of lists")
     if not all(_is_peer_id(peer) for peer in wanted):
         raise RemoteProtocolError("NEWS: asks for what is no peer id")
-    announcements, unread = [], []
-    for body, signature in [_checked_pair(pair, policy) for pair in pairs]:
-        try:
-            announcements.append(unpack_announcement(body, signature))
-        except RemoteProtocolError as error:
-            unread.append(error)
-    return News(announcements, wanted, tuple(unread))
+    return News(pairs, wanted)
 
 
-def _checked_pair(pair: Any, policy: SwarmPolicy) -> tuple[bytes, bytes]:  # Any: what a peer sends is not known yet
+def _entries(
+    unpacker: msgpack.Unpacker, payload: Buffer, policy: SwarmPolicy, most_bytes: int
+) -> Iterator[Any]:  # Any: what a peer sends is not known yet
+    """The entries of the next list. None is made into objects before its size is known: a small one may hold many."""
+    if (length := unpacker.read_array_header()) > 2 * policy.view_peers:
+        raise ValueError(f"a list of {length}")
+    for _ in range(length):
+        start = unpacker.tell()
+        unpacker.skip()
+        if (end := unpacker.tell()) > start + most_bytes:
+            raise ValueError(f"an entry of {end - start} bytes")
+        yield msgpack.unpackb(memoryview(payload)[start:end], raw=False, max_map_len=0, max_ext_len=0)
+
+
+def _checked_pair(pair: Any, policy: SwarmPolicy) -> tuple[bytes, bytes]:  # Any: likewise
     if not isinstance(pair, list) or len(pair) != 2 or not all(type(part) is bytes for part in pair):
         raise RemoteProtocolError("NEWS: an announcement is no pair of body and signature")
     body, signature = pair
@@ -212,20 +250,13 @@ def _checked_pair(pair: Any, policy: SwarmPolicy) -> tuple[bytes, bytes]:  # Any
     return body, signature
 
 
-def _unpack(payload: Buffer, policy: SwarmPolicy, what: str) -> Any:  # Any: likewise
+@contextmanager
+def _reading(payload: Buffer, policy: SwarmPolicy, what: str) -> Iterator[None]:
+    """Errors of msgpack, and ValueErrors, are raised as RemoteProtocolError. So is a payload that is too large."""
     if len(payload) > policy.exchange_bytes:
         raise RemoteProtocolError(f"{what}: {len(payload)} bytes, at most {policy.exchange_bytes} allowed")
     try:
-        return msgpack.unpackb(
-            payload,
-            raw=False,
-            strict_map_key=True,
-            max_map_len=2 * policy.view_peers,
-            max_array_len=2 * policy.view_peers,
-            max_bin_len=policy.announcement_bytes,
-            max_str_len=_PEER_ID_CHARACTERS,
-            max_ext_len=0,
-        )
+        yield
     except (ValueError, msgpack.UnpackException) as error:  # msgpack documents both
         raise RemoteProtocolError(f"{what}: not msgpack ({str(error) or type(error).__name__})") from error
 

@@ -29,6 +29,7 @@ from llmnode.wire.announcement import (
     unpack_news,
     unpack_sequences,
 )
+from unit.calls import calls_counted
 from unit.grown import sign_grown
 
 POLICY = SwarmPolicy()
@@ -88,7 +89,7 @@ def test_what_is_packed_is_unpacked() -> None:
     one, other = signed("one"), signed("other", offer=replace(OFFER, state=PeerState.JOINING, block_us=0))
     assert unpack_announcement(one.signed.body, one.signed.signature) == one
     news = unpack_news(pack_news([one.signed, other.signed], [PeerId("third")], POLICY), POLICY)
-    assert list(news.announcements) == [one, other]
+    assert list(news.read()) == [one, other]
     assert list(news.wanted) == ["third"]
     assert unpack_sequences(pack_sequences({PeerId("one"): 7}), POLICY) == {"one": 7}
 
@@ -186,8 +187,11 @@ def test_fields_of_a_newer_node_are_ignored_wherever_they_stand_and_passed_on(
     rng.shuffle(fields)  # type: ignore[attr-defined]  # a random.Random
     grown = replace(one.signed, body=msgpack.packb(dict(fields)))
     news = unpack_news(pack_news([grown], [], POLICY), POLICY)
-    read = [(each.announcement, each.signed) for each in news.announcements]
-    assert read == [(one.announcement, grown)] or "nested" in news.unread[0].message
+    (read,) = news.read()
+    if isinstance(read, RemoteProtocolError):
+        assert "nested" in read.message
+    else:
+        assert (read.announcement, read.signed) == (one.announcement, grown)
 
 
 def test_a_state_of_a_newer_node_is_unknown_and_neither_online_nor_serving() -> None:
@@ -202,8 +206,10 @@ def test_an_announcement_that_cannot_be_read_is_skipped_and_the_others_stand() -
     one, other = signed("one"), signed("other")
     bad = [replace(one.signed, body=body) for body in (b"", b"\x80", msgpack.packb(7), one.signed.body[:-1])]
     news = unpack_news(pack_news([one.signed, *bad, other.signed], [PeerId("third")], POLICY), POLICY)
-    assert list(news.announcements) == [one, other]
-    assert (len(news.unread), list(news.wanted)) == (len(bad), ["third"])
+    first, *unread, last = news.read()
+    assert (first, last) == (one, other)
+    assert [type(each) for each in unread] == [RemoteProtocolError] * len(bad)
+    assert list(news.wanted) == ["third"]
 
 
 @given(st.binary(max_size=200))
@@ -226,7 +232,7 @@ def test_a_changed_byte_is_refused_or_another_announcement(place: int, value: in
     place %= len(news)
     news[place] = value
     with contextlib.suppress(RemoteProtocolError):
-        unpack_news(news, POLICY)
+        list(unpack_news(news, POLICY).read())
 
 
 @pytest.mark.parametrize("payload", [[], [[]], [[], {}], [{}, []], [[[b"", b""]], []], [[["a", "b"]], []], [[], [7]]])
@@ -235,12 +241,34 @@ def test_news_of_another_shape_is_refused(payload: object) -> None:
         unpack_news(msgpack.packb(payload), POLICY)
 
 
+@pytest.mark.parametrize("many", [b"\xc0", b"\x90", b"\x92\xc0\x90"], ids=["nil", "lists", "pairs"])
+def test_no_payload_is_made_into_more_objects_than_it_may_have(many: bytes) -> None:
+    """Four million empty values fit in one frame, wherever an entry, a peer or a number may stand."""
+    most, length = POLICY.exchange_bytes - 100, POLICY.announcement_bytes
+    large = b"\xdd" + (most // len(many)).to_bytes(4, "big") + many * (most // len(many))
+    deep = b"\x91" * (length * 2) + b"\xc0"
+    for entry in (large, deep):
+        for news in (
+            b"\x92\x91" + entry + b"\x90",
+            b"\x92\x91\x92" + entry + b"\xc4\x00\x90",
+            b"\x92\x90\x91" + entry,
+        ):
+            with calls_counted() as calls, pytest.raises(RemoteProtocolError):
+                unpack_news(news, POLICY)
+            assert calls[0] < 100
+        with pytest.raises(RemoteProtocolError):
+            unpack_sequences(b"\x81\xa1x" + entry, POLICY)
+    lists = b"\xdd" + (most // len(many)).to_bytes(4, "big") + many * (most // len(many))
+    with pytest.raises(RemoteProtocolError):
+        unpack_news(b"\x92" + lists + b"\x90", POLICY)
+
+
 def test_more_news_than_a_frame_may_hold_is_cut() -> None:
     small = replace(POLICY, exchange_bytes=2 * 3 * 600)
     many = [signed(f"peer{number}").signed for number in range(50)]
     packed = pack_news(many, [], small)
     assert len(packed) < small.exchange_bytes
-    assert 0 < len(unpack_news(packed, small).announcements) < 50
+    assert 0 < len(unpack_news(packed, small).pairs) < 50
     with pytest.raises(RemoteProtocolError, match="at most"):
         unpack_news(bytes(small.exchange_bytes + 1), small)
 

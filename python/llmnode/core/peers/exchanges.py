@@ -39,6 +39,15 @@ class Exchanges:
         self._asked_s.update(dict.fromkeys(chosen, now_s))
         return chosen
 
+    def pause_s(self, peers: int) -> float:
+        """The pause after some exchanges, with this number of `peers` in the view.
+
+        So the cost of exchanges in a second hardly grows with the view.
+        """
+        policy = self._policy
+        longest_s = max(policy.news_every_s, policy.exchange_every_s)
+        return min(longest_s, policy.news_every_s * max(1.0, peers / policy.news_peers))
+
     def note_failed(self, peer: PeerId, now_s: float) -> None:
         """The peer did not answer, or in a way that nobody may."""
         self._waits_until_s[peer] = now_s + self._policy.silent_wait_s

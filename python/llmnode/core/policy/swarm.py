@@ -151,6 +151,9 @@ class SwarmPolicy:
     exchange_every_s: float = 3.0
     news_every_s: float = 0.2
     """News is passed on at once, but no faster than this."""
+    news_peers: int = 128
+    """With more peers than this in its view, a node waits longer between two exchanges, in proportion to their number.
+    An exchange costs both sides time and bytes for each peer, and in a crowd there is always news."""
     exchanges: int = 8
     """If a node has many connections, it exchanges with this many of them at once, so that each has its turn within
     `announce_every_s`."""

@@ -34,3 +34,12 @@ def test_those_that_did_not_answer_wait_while_others_are_asked() -> None:
     assert exchanges.take_next([*silent, honest], 3, 1.0) == [honest]
     assert len(exchanges.take_next(silent, 3, 2.0)) > 3, "there is nobody else"
     assert len(exchanges.take_next([*silent, honest], 3, POLICY.silent_wait_s + 1)) > 3
+
+
+def test_with_a_crowd_in_its_view_a_node_exchanges_as_much_less_often_and_never_too_seldom() -> None:
+    exchanges, most = Exchanges(POLICY, random.Random(1)), POLICY.news_peers / POLICY.news_every_s
+    for peers in (0, 1, POLICY.news_peers, POLICY.news_peers + 1, 800, POLICY.view_peers):
+        pause_s = exchanges.pause_s(peers)
+        assert POLICY.news_every_s <= pause_s <= POLICY.exchange_every_s
+        assert peers / pause_s <= most * 1.001 or pause_s == POLICY.exchange_every_s
+    assert exchanges.pause_s(POLICY.news_peers) == POLICY.news_every_s
