@@ -7,7 +7,7 @@ import random
 import pytest
 import trio
 
-from llmnode.core.policy import LinkPolicy
+from llmnode.core.policy import ClientPolicy, LinkPolicy
 from llmnode.core.span import Span
 from llmnode.testing import Conditions, Dialogue, open_world, peer_named, seeds, simulated
 from llmnode.testing.hostile import HostilePlan, HostileRole, NanServer, Refuser, Silent, SpeedLiar, check_no_wrong_ban
@@ -71,4 +71,28 @@ async def test_a_new_client_is_served_soon_beside_servers_that(kind: str, peers:
                     await dialogue.step(9)
                     for _ in range(STEPS):
                         await dialogue.step(1)
+            check_no_wrong_ban(client.router.finder, [peer_named(name) for name in HONEST])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seed", seeds(2))
+@simulated
+async def test_servers_that_compute_in_their_trials_and_then_hang_cost_little_more_than_three_seconds_each(
+    seed: int,
+) -> None:
+    """Three groups of them. The first has no trial, and serves one step. A round trip and a forward take 0.05 s here."""
+    plan, policy = HostilePlan((Silent(3, 3, ALL_BLOCKS, 1, honest_steps=1),)), ClientPolicy()
+    async with open_world(seed, conditions=Conditions(delay_s=0.02), link_policy=LinkPolicy()) as world:
+        for name, span in HONEST.items():
+            await world.start(name, span)
+        async with plan.upon(world), world.client() as client:
+            began_s = trio.current_time()
+            async with client.router.open_session(64, Codec.RAW) as session:
+                dialogue = Dialogue(session, random.Random(seed))
+                for positions in (9, *[1] * STEPS):
+                    await dialogue.step(positions)
+            hung = len(client.router.finder.banned)
+            assert hung > 1, "some are believed after their trials"
+            first_s = policy.step_patience_s + policy.step_patience_times * 0.05
+            tried_s = policy.standing.tried_patience_s + policy.standing.tried_patience_times * 0.05
+            assert trio.current_time() - began_s < first_s + (hung - 1) * (tried_s + 0.1) + 4
             check_no_wrong_ban(client.router.finder, [peer_named(name) for name in HONEST])  # type: ignore[arg-type]

@@ -107,6 +107,8 @@ def chunk_path(
     IntegrityError, which is nobody's yet, if two hops contradict each other (HopsDisagree, or about a log): the former
     may then push no more.
     """
+    for hop in hops:  # it may be pushed to before the client knows
+        hop.under_way += chunk.length
     inputs: list[Hidden] = []
     outputs: list[HopOutput] = []
     upstream: _Upstream[HopT] | None = None

@@ -80,6 +80,8 @@ class HopState:
         self.overtime = Overtime(terms.policy.standing)
         self.memory_refusals = 0
         """The steps for which the peer had no memory, and which it was given again."""
+        self.under_way = 0
+        """The positions that it may be computing in this epoch."""
         self.is_open = False
         self.nonce = b""
         """The peer's own for this session: all receipts have it."""
@@ -128,8 +130,7 @@ class HopState:
         """Has the KV end at `position`, whatever was computed beyond; the next step is to be `step` of `epoch`."""
         self.inputs.truncate(position)
         frame = Frame(FrameType.TRUNCATE, self.session, epoch, step, start=position)
-        # It may have to finish a long forward first.
-        return Request(frame, FrameType.TRUNCATED, self.terms.policy.step_timeout_s)
+        return Request(frame, FrameType.TRUNCATED, self.answer_timeout_s())
 
     def copy(self, source: HopState, shared: int, epoch: Epoch, step: Step, position: int) -> Request:
         """Has KV and log be those of `source`, at the same peer, up to `position`.
@@ -140,7 +141,7 @@ class HopState:
         self.inputs.truncate(position)
         message = ForkRequest(source=source.session, shared=shared if self.is_open else 0)
         frame = Frame(FrameType.FORK, self.session, epoch, step, start=position, meta=pack(message))
-        return Request(frame, FrameType.FORKED, self.terms.policy.step_timeout_s)
+        return Request(frame, FrameType.FORKED, max(self.answer_timeout_s(), source.answer_timeout_s()))
 
     def set_neighbours(
         self, before: HopState | None, after: HopState | None, epoch: Epoch, step: Step, now_s: float, *, quiet: bool
@@ -164,8 +165,7 @@ class HopState:
         meta = pack(replace(asked, again=self.pushing.has_failed_to(asked.receiver)))
         frame = Frame(FrameType.NEIGHBOURS, self.session, epoch, step, meta=meta)
         introduces = receiver.hop.peer if receiver else None  # a server pushes to no peer that it does not know
-        policy = self.terms.policy  # only an open hop may have a long forward to finish first
-        timeout_s = policy.step_timeout_s if self.is_open else policy.open_timeout_s
+        timeout_s = self.answer_timeout_s() if self.is_open else self.terms.policy.open_timeout_s
         return Request(frame, FrameType.FORWARDED, timeout_s, introduces)
 
     def may_be_given_steps_by(self, before: HopState) -> bool:
@@ -185,7 +185,7 @@ class HopState:
     def replay(self, chunk: Chunk, *, push: bool) -> Request:
         """Asks for the output of `chunk` again, from its log: pushed to the next hop if it can and that is wanted."""
         frame = self._about(FrameType.REPLAY, chunk, pack(Replay(push)))
-        return Request(frame, FrameType.REPLAYED, self.terms.policy.step_timeout_s)
+        return Request(frame, FrameType.REPLAYED, self.answer_timeout_s(chunk.length))
 
     def give(self, chunk: Chunk, payload: Buffer) -> Frame:
         """The STEP with its input."""
@@ -207,6 +207,8 @@ class HopState:
                 self.nonce = unpack(Opened, answer.meta).nonce if answer.meta else b""
             case FrameType.NEIGHBOURS:
                 self._confirm(self._asked)
+            case FrameType.TRUNCATE | FrameType.FORK:
+                self.under_way = 0
             case FrameType.LEASE:
                 self.is_leased = unpack(Leased, answer.meta).lease_ms > 0
 
@@ -271,8 +273,7 @@ class HopState:
         if expected_s is None:
             if word is None:
                 return policy.step_timeout_s
-            way_s = self._form.bytes_of(positions) / policy.standing.first_bytes_per_s
-            patience_s, expected_s = word.patience_s + way_s, word.position_s * positions
+            patience_s, expected_s = word.patience_s + self._way_s(positions), word.position_s * positions
         return min(policy.step_timeout_s, patience_s + policy.step_patience_times * expected_s)
 
     def pause_s(self, error: PeerError | None, waited_s: float) -> float | None:
@@ -288,11 +289,23 @@ class HopState:
         self.memory_refusals += 1
         return min(max(error.retry_after_s, policy.route.retry_s), policy.route.longest_pause_s)
 
+    def answer_timeout_s(self, positions: int = 0) -> float:
+        """The time for an answer that takes no forward, and sends this number of `positions`.
+
+        The hop may have to compute first what is under way: it has the time of such a step, or of a decode.
+        """
+        way_s = self._way_s(positions) if positions else 0.0
+        return min(self.terms.policy.step_timeout_s, way_s + self.timeout_s(max(1, self.under_way)))
+
     def note_took(self, positions: int, took_s: float) -> None:
         """It has computed a chunk."""
+        self.under_way -= positions
         self.pace.note(positions, took_s)
         if self.word is not None:
             self.overtime.note(self.word, positions, took_s)
+
+    def _way_s(self, positions: int) -> float:
+        return self._form.bytes_of(positions) / self.terms.policy.standing.first_bytes_per_s
 
     def _confirm(self, neighbours: Neighbours) -> None:
         self._neighbours = neighbours

@@ -155,3 +155,37 @@ def test_the_first_step_has_the_time_of_its_word_and_of_its_way() -> None:
         way_s = 4 * positions / policy.standing.first_bytes_per_s
         assert first.timeout_s(positions) == pytest.approx(8.0 + way_s + 0.001 * positions * policy.step_patience_times)
     assert first.timeout_s(10**7) == policy.step_timeout_s
+
+
+def test_answers_without_a_forward_have_the_time_of_a_step_and_of_what_is_under_way() -> None:
+    """Going back, copies, neighbours and logged results. A hop may have to finish forwards first."""
+    hops = [first, second] = [hop(0), hop(1)]
+    neighbours(first, second)
+    first.is_open = True
+
+    def times_s() -> list[float]:
+        told = first.set_neighbours(None, None, Epoch(1), Step(0), 0.0, quiet=not first._asked.quiet)
+        assert told is not None
+        copy = second.copy(first, 0, Epoch(1), Step(0), 0)
+        requests = [first.truncate(Epoch(1), Step(0), 0), told, copy, first.replay(CHUNK, push=False)]
+        return [each.timeout_s for each in requests]
+
+    policy = TERMS.policy
+    assert times_s() == [policy.step_timeout_s] * 4, "nothing is known"
+    with pytest.raises(StopIteration):
+        way(hops, iter([result(GIVEN, BETWEEN), result(BETWEEN, LAST)]))
+    way_s = MODEL.row_bytes / policy.standing.first_bytes_per_s
+    step_s = first.timeout_s(1)
+    assert times_s() == [step_s, step_s, step_s, pytest.approx(step_s + way_s)]
+    assert step_s < policy.step_timeout_s
+
+    first.pace.note(1, 0.1)
+    second.pace.note(1, 0.1)
+    path = chunk_path(hops, replace(CHUNK, length=8), bytes(8 * MODEL.row_bytes), policy)
+    next(path)  # the first is given the chunk, and may push it
+    for each in hops:
+        assert each.truncate(Epoch(1), Step(0), 0).timeout_s == each.timeout_s(8) > each.timeout_s(1)
+    path.close()
+    went_back = first.truncate(Epoch(1), Step(0), 0)
+    first.answered(went_back, Frame(went_back.answer))
+    assert first.truncate(Epoch(2), Step(0), 0).timeout_s == first.timeout_s(1)

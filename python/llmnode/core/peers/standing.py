@@ -41,6 +41,8 @@ class _Known:
     """Sessions that it took, and then did not serve, since it last served one."""
     short_steps: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=16))
     """The latest ones: the number of blocks, and the time that each took."""
+    short_s: float = 0.0
+    """When the latest of them ended."""
     at_s: float = 0.0
 
 
@@ -81,6 +83,7 @@ class Standing:
         if positions > self._policy.short_step:
             return
         known.short_steps.append((blocks, took_s))
+        known.short_s = now_s
         known.positions += positions
         if known.positions >= self._policy.proven_positions:
             known.failures = 0
@@ -102,11 +105,17 @@ class Standing:
     def word(self, peer: PeerId, position_s: float, usual_s: float, now_s: float) -> Word:
         """The peer is held to this in a session's first step, if it says that a position takes it `position_s`.
 
-        `usual_s` is the patience with one that has proved itself.
+        `usual_s` is the patience with one that has proved itself. One that has computed something lately, in a trial
+        for example, was quick or slow then: a quick one that answers no step is given up sooner.
         """
         if self.is_proven(peer, now_s):
             return Word(position_s, usual_s)
-        return Word(position_s, self._policy.first_patience_s * 2.0 ** self._failures(self._fresh(peer, now_s)))
+        known, policy = self._fresh(peer, now_s), self._policy
+        patience_s = policy.first_patience_s
+        if known is not None and known.positions and now_s <= known.short_s + policy.tried_s:
+            slowest_s = max(took_s for _, took_s in known.short_steps)
+            patience_s = min(patience_s, policy.tried_patience_s + policy.tried_patience_times * slowest_s)
+        return Word(position_s, patience_s * 2.0 ** self._failures(known))
 
     def words(self, route: Route, usable: Sequence[Announcement], usual_s: float, now_s: float) -> list[Word | None]:
         """The word of the peer of each hop; None if no others of the `usable` ones could take its place."""

@@ -44,6 +44,13 @@ class StandingPolicy:
     """A peer that has not proved itself may take this long for the first step of a session, and a multiple of what it
     says (`ClientPolicy.step_patience_times`). The time doubles with each failure. It is not limited by this if no
     other peer has the blocks."""
+    tried_patience_s: float = 3.0
+    tried_patience_times: float = 20.0
+    """If it has computed a short step lately, in a trial for example, it may take this multiple of that instead, and
+    `tried_patience_s`. A quick server that then hangs costs 3 s and not 8. Packets that get lost, and a forward for
+    others, take a second or two."""
+    tried_s: float = 60.0
+    """Such a step was at most this long ago: the peer may be busier now."""
     first_bytes_per_s: float = 250_000
     """Beside that, its hidden states have the time that they take at this rate: a slow uplink, with others on it."""
     slow_step_s: float = 0.5

@@ -70,9 +70,10 @@ class SpeedLiar(HostileServers):
 
 @dataclass(frozen=True, slots=True)
 class Silent(HostileServers):
-    """It takes sessions, and never sends the answer `withholds`."""
+    """It takes sessions, and never sends the answer `withholds`, after `honest_steps`."""
 
     withholds: FrameType = FrameType.RESULT
+    honest_steps: int = 0
 
     @classmethod
     def draw(cls, rng: random.Random) -> Silent:
@@ -80,7 +81,11 @@ class Silent(HostileServers):
         return cls(*cls.draw_peers(rng), rng.choice(SPANS), rng.choice(LIES_US), rng.choice(kinds))
 
     def corrupt(self, node: ServingNode) -> None:
-        node.network.tamper = lambda _peer, frame: [] if frame.type is self.withholds else [frame]
+        executor = node.worker.executor
+        node.network.tamper = _after(
+            lambda _peer, frame: [] if frame.type is self.withholds else [frame],
+            lambda: not self.honest_steps or executor.forwards > self.honest_steps,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,6 +126,24 @@ def test_patience_with_a_stranger_doubles_with_each_failure() -> None:
     assert standing.word(LIAR, 0.1, 15.0, 0.0) == Word(0.1, 15.0), "it has proved itself"
 
 
+def test_patience_with_a_peer_that_has_computed_in_a_trial_follows_the_time_that_it_took() -> None:
+    """So a quick one that then hangs costs less, and a slow one has as long as before."""
+    first_s, tried_s = POLICY.first_patience_s, POLICY.tried_patience_s
+    for took_s in (0.0, 0.05, 0.2, 1.0):
+        standing = Standing(POLICY)
+        standing.note_served(LIAR, BLOCKS, 1, took_s, 0.0)
+        patience_s = standing.word(LIAR, 0.1, 15.0, POLICY.tried_s).patience_s
+        assert patience_s == pytest.approx(min(first_s, tried_s + POLICY.tried_patience_times * took_s))
+        assert standing.word(LIAR, 0.1, 15.0, POLICY.tried_s + 1).patience_s == first_s, "it may be busier now"
+        standing.note_failed(LIAR, 0.0)
+        assert standing.word(LIAR, 0.1, 15.0, 0.0).patience_s == 2 * first_s, "it may just be slow"
+        standing.note_served(LIAR, BLOCKS, 1, took_s, 0.0)
+        assert standing.word(LIAR, 0.1, 15.0, 0.0).patience_s == 2 * patience_s
+        standing.note_served(LIAR, BLOCKS, 500, 9.0, POLICY.tried_s + 1)
+        assert standing.word(LIAR, 0.1, 15.0, POLICY.tried_s + 1).patience_s == 2 * first_s, "a prefill shows little"
+    assert tried_s < first_s
+
+
 def test_a_long_prefill_proves_nothing_since_it_does_not_show_the_time_of_a_token() -> None:
     standing = Standing(POLICY)
     standing.note_served(LIAR, BLOCKS, 500, 0.01, 0.0)
