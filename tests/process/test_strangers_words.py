@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import sys
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections import Counter
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -26,11 +27,12 @@ from llmnode.client.ends import SharedEnds
 from llmnode.client.generate import next_token
 from llmnode.core.announcement import Announcement, Offer, PeerState
 from llmnode.core.ids import PeerId
-from llmnode.core.policy import ClientPolicy, RoutePolicy, StandingPolicy, SwarmPolicy
+from llmnode.core.policy import ClientPolicy, LinkPolicy, RoutePolicy, StandingPolicy, SwarmPolicy
 from llmnode.core.span import Span
-from llmnode.errors import PeerUnreachable
+from llmnode.errors import PeerError, PeerUnreachable
 from llmnode.models.load import load_ends
-from llmnode.net.addresses import LISTEN_ANY_LOOPBACK, parse_peer
+from llmnode.net.addresses import LISTEN_ANY_LOOPBACK, own_ips, parse_peer
+from llmnode.net.host import open_network
 from llmnode.swarm.membership import wall_clock_ms
 from llmnode.wire.announcement import pack_news, pack_sequences, sign_announcement, unpack_news
 from llmnode.wire.frame import Frame, FrameType
@@ -59,8 +61,8 @@ async def peers_known(link: Link) -> dict[PeerId, tuple[str, ...]]:
     await link.send(Frame(FrameType.VIEW, meta=pack(Clock(wall_clock_ms())), payload=pack_sequences({})))
     while (frame := await answer(link)).type is not FrameType.NEWS:
         pass
-    told = unpack_news(frame.payload, POLICY).announcements
-    return {each.announcement.peer: each.announcement.addresses for each in told}
+    told = [each.announcement for each in unpack_news(frame.payload, POLICY).read() if not isinstance(each, Exception)]
+    return {each.peer: each.addresses for each in told}
 
 
 # Addresses
@@ -99,6 +101,56 @@ def test_nobody_can_have_a_server_announce_an_address_by_saying_that_it_is_seen_
             link = await network.dial(served.address)
             known = await peers_known(link)
             assert known[PeerId(server.to_base58())] == (served.address,)
+
+    trio.run(check)
+
+
+def test_a_contact_that_names_addresses_of_loopback_and_private_networks_has_nobody_connect_to_them(
+    served: Served,
+) -> None:
+    """The contact is beyond loopback. A server that it names at its own address is asked, as `llmnode status` does."""
+    hosts = [each for each in own_ips() if each.version == 4 and not each.is_loopback and not each.is_link_local]
+    if not hosts:
+        pytest.skip("this machine has no IPv4 address beyond loopback")
+    own, loopback = str(hosts[0]), ("127.0.0.1", "127.0.11.1", "::1")
+    connections: Counter[str] = Counter()
+
+    async def tell(network: Any, told: Frame, task_status: trio.TaskStatus[None]) -> None:
+        with suppress(PeerError):
+            async with network.accept() as link:
+                task_status.started()
+                while True:
+                    if (frame := await link.receive()).type is FrameType.VIEW:
+                        await link.send(replace(told, step=frame.step))
+
+    async def count(host: str, stream: trio.SocketStream) -> None:
+        connections[host] += 1
+        await stream.aclose()
+
+    async def check() -> None:
+        async with open_network([f"/ip4/{own}/tcp/0"], LinkPolicy()) as network, trio.open_nursery() as nursery:
+            named = []
+            for host in (*loopback, own):
+                (listener,) = await trio.open_tcp_listeners(0, host=host)
+                nursery.start_soon(trio.serve_listeners, partial(count, host), [listener])
+                port = listener.socket.getsockname()[1]
+                named.append(f"/ip{6 if ':' in host else 4}/{host}/tcp/{port}")
+                if host == loopback[0]:  # the same place by other names
+                    named += [f"/ip6/::ffff:{host}/tcp/{port}", f"/dns4/localhost/tcp/{port}"]
+            peers = [(identity(), each) for each in named]
+            told = served.news(*[(peer, f"{place}/p2p/{peer}", sign) for (peer, sign), place in peers])
+
+            async def tell_all() -> None:
+                while True:
+                    await nursery.start(tell, network, told)
+
+            nursery.start_soon(tell_all)
+            status = [sys.executable, "-P", "-m", "llmnode.node", "status", "--peers", *network.addresses]
+            shown = await trio.run_process(status, capture_stdout=True, capture_stderr=True, check=False)
+            assert str(peers[0][0][0])[-8:] in shown.stdout.decode(), shown.stderr.decode()
+            assert connections[own], "servers that the contact names are asked"
+            assert connections.keys() == {own}
+            nursery.cancel_scope.cancel()
 
     trio.run(check)
 
