@@ -79,7 +79,7 @@ async def test_a_new_client_is_served_soon_beside_servers_that(kind: str, peers:
 async def test_servers_that_compute_in_their_trials_and_then_hang_cost_little_more_than_three_seconds_each(
     seed: int,
 ) -> None:
-    """Three groups of them. The first has no trial, and serves one step. A round trip and a forward take 0.05 s here."""
+    """Three groups. The first has no trial, and serves one step. A round trip and a forward take 0.05 s here."""
     plan, policy = HostilePlan((Silent(3, 3, ALL_BLOCKS, 1, honest_steps=1),)), ClientPolicy()
     async with open_world(seed, conditions=Conditions(delay_s=0.02), link_policy=LinkPolicy()) as world:
         for name, span in HONEST.items():
