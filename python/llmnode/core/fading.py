@@ -35,6 +35,9 @@ class FadingCounts:
 
     def of(self, key: Hashable, now_s: float) -> float:
         """The part of the count of `key` that is left."""
-        count, at_s = self._counts.get(key, (0.0, now_s))
+        counted = self._counts.get(key)
+        if counted is None:  # so for nearly all of thousands of servers
+            return 0.0
+        count, at_s = counted
         left = count * 0.5 ** ((now_s - at_s) / self._half_life_s)
         return float(left) if left >= _FORGOTTEN else 0.0
