@@ -186,20 +186,20 @@ class ServerSession:
             return await self._send(refusal_for(self._doing, refusal))
         self.has_kv = True
         await self._send(self._doing)
-        while True:
-            with trio.move_on_after(self.served.policy.session_idle_s) as idle:
+        with trio.CancelScope() as idle:
+            while True:
+                idle.deadline = trio.current_time() + self.served.policy.session_idle_s
                 try:
                     frame = self._doing = await self.inbox.take()
                 except trio.EndOfChannel:
                     return
-            if idle.cancelled_caught:
-                log.info("session idle, closed peer=%s", self.client)
-                return
-            try:
-                await self._handle(frame)
-            except (PeerRefused, RemoteProtocolError) as error:
-                await self._send(refusal_for(frame, error))
-            self.inbox.done(frame, self._logged_bytes)
+                idle.deadline = math.inf
+                try:
+                    await self._handle(frame)
+                except (PeerRefused, RemoteProtocolError) as error:
+                    await self._send(refusal_for(frame, error))
+                self.inbox.done(frame, self._logged_bytes)
+        log.info("session idle, closed peer=%s", self.client)
 
     async def _handle(self, frame: Frame) -> None:
         """Raises RemoteProtocolError or PeerRefused for a frame that has changed nothing."""
@@ -259,7 +259,9 @@ class ServerSession:
                 await self.served.admission.reserve(frame.session, frame.start + frame.length)
                 await self._receiver.prepare(frame.epoch, self._form.bytes_of(frame.length) + PUSHED_BYTES)
                 await self._memory.begin_work(self._form.work_bytes(frame.length))
-                self._memory.log(self._logged_bytes + self._form.bytes_of(frame.length))
+                logged_bytes, more_bytes = self._logged_bytes, self._form.bytes_of(frame.length)
+                # Either all results are kept, or this one replaces the last one.
+                self._memory.log(max(logged_bytes, more_bytes) if self._outputs is None else logged_bytes + more_bytes)
                 forward = Forward(frame.session, frame.start, frame.length, self._form.decode(frame))
                 computed = await self._worker.do(forward)
                 payload = self._form.encode(computed.hidden)

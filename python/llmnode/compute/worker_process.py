@@ -65,6 +65,9 @@ class WorkerProcess:
         self._policy = policy
         self._why = ""
         """It was ended, if by us."""
+        self._is_closing = False
+        """It was killed, and is asked for nothing more. A batch does not ask the system whether it still runs, which takes
+        time: the conversation tells."""
         self._turn = trio.Semaphore(1)
         """To have it do something: its executors come one after the other."""
 
@@ -165,7 +168,7 @@ class WorkerProcess:
         try:
             asked_bytes = input_bytes(work)
             given_bytes = output_bytes(work, held.row_bytes)
-            if self.has_ended:
+            if self._is_closing:
                 return self._finish(held, work, memoryview(b""), given_bytes)
             self._requests.grow(asked_bytes)
             self._results.grow(given_bytes)
@@ -184,7 +187,7 @@ class WorkerProcess:
     ) -> tuple[Done, float, float]:
         try:
             with trio.move_on_after(self._policy.answer_s):
-                if self.has_ended:
+                if self._is_closing:
                     raise await self._lost()
                 await self._send(self._talk, unsent)
                 _word, (*given, took_s, held.free) = await self._receive(self._talk)
@@ -211,6 +214,7 @@ class WorkerProcess:
     def kill(self, why: str) -> None:
         if not self.has_ended:
             self._why = why
+        self._is_closing = True
         self._process.kill()
 
     async def end(self) -> None:

@@ -19,10 +19,11 @@ class Account:
 
     def resize(self, amount: int) -> bool:
         """Hold `amount` from now on. False if it exceeds a limit: it then holds what it held."""
-        if amount > self.amount and not self.scope.take(self.resource, amount - self.amount):
+        more = amount - self.amount
+        if more > 0 and not self.scope.take(self.resource, more):
             return False
-        if amount < self.amount:
-            self.scope.release(self.resource, self.amount - amount)
+        if more < 0:
+            self.scope.release(self.resource, -more)
         self.amount = amount
         return True
 

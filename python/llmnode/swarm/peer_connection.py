@@ -298,10 +298,11 @@ class Expected:
 
     async def receive(self, answer_type: FrameType, timeout_s: float) -> Frame:
         """Wait for the answer. Raises PeerTimeout if it does not come in time; then it may be awaited again."""
-        with trio.CancelScope(deadline=trio.current_time() + timeout_s) as patience:
-            await self._arrived.wait()
-        if patience.cancelled_caught:
-            raise PeerTimeout(f"no {answer_type.name} in {timeout_s:g} s", peer=self._connection.peer)
+        if not self._arrived.is_set():
+            with trio.CancelScope(deadline=trio.current_time() + timeout_s) as patience:
+                await self._arrived.wait()
+            if patience.cancelled_caught:
+                raise PeerTimeout(f"no {answer_type.name} in {timeout_s:g} s", peer=self._connection.peer)
         if (answer := self._answer) is None:
             raise self._connection.error
         self._answer, self._arrived = None, trio.Event()
