@@ -66,8 +66,8 @@ class WorkerProcess:
         self._why = ""
         """It was ended, if by us."""
         self._is_closing = False
-        """It was killed, and is asked for nothing more. A batch does not ask the system whether it still runs, which takes
-        time: the conversation tells."""
+        """It was killed, and is asked for nothing more. Whether it still runs is a question to the system, which takes
+        time: batches hear of its end from the conversation."""
         self._turn = trio.Semaphore(1)
         """To have it do something: its executors come one after the other."""
 
