@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from safetensors.torch import save
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmnode.compute.gradients import _Row
 from llmnode.compute.load_executor import load_executor
@@ -104,6 +105,45 @@ def test_weights_of_any_form_get_the_update_and_give_gradients(case: str, held: 
     found = torch.frombuffer(bytearray(gradient), dtype=torch.float32).split(sizes)
     for one, other in zip(found, theirs, strict=True):
         assert error(one, other.flatten()) < furthest
+
+
+class Products(TorchDispatchMode):
+    """Counts products of matrices: those with one that has a dimension of `rank`, and the others."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self._rank = rank
+        self.low = self.frozen = 0
+
+    def __torch_dispatch__(self, operation: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if operation.overloadpacket in {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_}:
+            dimensions = {size for each in args if isinstance(each, torch.Tensor) for size in each.shape}
+            self.low += self._rank in dimensions
+            self.frozen += self._rank not in dimensions
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("case", ["llama", "gpt2"])
+def test_clients_with_adapters_of_their_own_share_the_products_of_the_frozen_weights(case: str, tmp_path: Path) -> None:
+    make_model(case, tied=True).save_pretrained(tmp_path)
+    executor, span = load_executor(open_saved(tmp_path), Span(1, 3), KV_TOKENS), Span(1, 3)
+    names = ["self_attn.q_proj", "mlp.down_proj"] if case == "llama" else ["attn.c_attn", "mlp.c_fc"]
+    part = made_part(executor, 1, names)
+    clients = [digest(name) for name in "abcd"]
+    for each in clients:
+        adopt(executor, each, {1: part, 2: part})
+    hidden = torch.randn(17, HIDDEN_SIZE, generator=torch.Generator().manual_seed(2))
+    numbers = to_bytes(hidden)
+    evaluates = [Evaluate(span, (17,), numbers, adapter=each) for each in clients]
+    values = 2 * values_of(part)
+    backwards = [Backward(span, (17,), numbers, numbers, adapter=each, adapter_values=values) for each in clients]
+    for passes in (evaluates, backwards):
+        with Products(rank=2) as of_one:
+            executor.run(passes[:1])
+        with Products(rank=2) as of_all:
+            executor.run(passes)
+        assert of_all.frozen == of_one.frozen > 0
+        assert of_all.low == len(clients) * of_one.low > 0
 
 
 @pytest.fixture(scope="module")

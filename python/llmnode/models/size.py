@@ -32,7 +32,9 @@ _SCALE_BYTES = 4
 """The bytes of a scale of KV in 8 bits, for each position and head."""
 MEMORY_SHARE = 0.8
 """A server takes this share of the free memory: other programs grow too."""
-PEERS_BYTES = BudgetPolicy().memory_bytes
+GRAPH_BYTES = BudgetPolicy().graph_bytes
+"""A server keeps this much of its device's memory free for gradients."""
+PEERS_BYTES = BudgetPolicy().memory_bytes + GRAPH_BYTES
 """A node keeps this much of the machine's memory free for everything that peers make it hold."""
 WEIGHTS, KV, LOG = "weights", "kv", "log"
 """The parts of a server's memory. LOG has the logged outputs of its blocks."""
@@ -53,7 +55,7 @@ def find_places(device: str, kv_device: str | None = None) -> list[Place]:
     """
     homes = {WEIGHTS: device, KV: kv_device or device, LOG: "cpu"}
     held = {each: frozenset(what for what, home in homes.items() if home == each) for each in homes.values()}
-    kept_bytes = {"cpu": PEERS_BYTES}
+    kept_bytes = {device: GRAPH_BYTES} | {"cpu": PEERS_BYTES}
     return [Place(max(0, free_bytes(each) - kept_bytes.get(each, 0)), each, holds) for each, holds in held.items()]
 
 

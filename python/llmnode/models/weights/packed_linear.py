@@ -13,6 +13,7 @@ import threading
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 from llmnode import _native
@@ -154,18 +155,49 @@ def _is_in_groups(weight: torch.Tensor) -> bool:
 
 def _in_parts(x: torch.Tensor, layer: Narrow, widened: _Widened) -> torch.Tensor:
     """The product of `x` with the weights of `layer`. `widened` gives the weights of some outputs at a time."""
+    if torch.is_grad_enabled() and x.requires_grad:
+        through: torch.Tensor = _Product.apply(x, layer, widened)
+        return through
+    return _multiplied(x, layer, widened)
+
+
+class _Product(torch.autograd.Function):
+    """The same. Its graph keeps no wide weights: the gradient has them widened again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layer: Narrow, widened: _Widened) -> torch.Tensor:  # Any: torch's
+        ctx.layer, ctx.widened = layer, widened
+        return _multiplied(x, layer, widened)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        outputs, inputs = ctx.layer.outputs, ctx.layer.inputs
+        rows, sums = gradient.reshape(-1, outputs), None
+        for some in reversed(_parts(outputs, inputs)):
+            part = rows[:, some] @ ctx.widened(some, _scratch(some.stop - some.start, inputs))
+            sums = part if sums is None else sums.add_(part)
+        assert sums is not None
+        return sums.view(*gradient.shape[:-1], inputs), None, None
+
+
+def _multiplied(x: torch.Tensor, layer: Narrow, widened: _Widened) -> torch.Tensor:
+    """The product, without a gradient."""
     outputs, inputs, bias = layer.outputs, layer.inputs, layer.bias
-    needs_gradient = torch.is_grad_enabled() and x.requires_grad  # which needs the weights again
-    allocate = torch.empty if needs_gradient else _scratch
-    part = max(1, _MOST_WIDENED // inputs)
-    if part >= outputs:
-        return linear(x, widened(slice(None), allocate(outputs, inputs)), bias)
+    parts = _parts(outputs, inputs)
+    if len(parts) == 1:
+        return linear(x, widened(slice(None), _scratch(outputs, inputs)), bias)
     product = x.new_empty(*x.shape[:-1], outputs)
-    for first in range(0, outputs, part):
-        some = slice(first, min(first + part, outputs))
-        weight = widened(some, allocate(some.stop - first, inputs))
+    for some in parts:
+        weight = widened(some, _scratch(some.stop - some.start, inputs))
         product[..., some] = linear(x, weight, None if bias is None else bias[some])
     return product
+
+
+def _parts(outputs: int, inputs: int) -> list[slice]:
+    """All outputs, some at a time."""
+    size = max(1, _MOST_WIDENED // inputs)
+    return [slice(first, min(first + size, outputs)) for first in range(0, outputs, size)]
 
 
 def _scratch(*shape: int) -> torch.Tensor:

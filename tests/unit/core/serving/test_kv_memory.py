@@ -8,7 +8,7 @@ from llmnode.compute.loading import Wanted, _kv_device
 from llmnode.core.serving.kv_memory import Memory, parse_memory
 from llmnode.core.span import Span
 from llmnode.errors import ConfigError
-from llmnode.models.size import KV, LOG, MEMORY_SHARE, PEERS_BYTES, WEIGHTS, ModelSize, Place, find_places
+from llmnode.models.size import GRAPH_BYTES, KV, LOG, MEMORY_SHARE, PEERS_BYTES, WEIGHTS, ModelSize, Place, find_places
 
 MIB = 1 << 20
 SIZE = ModelSize([10 * MIB] * 30, ends_bytes=100 * MIB, kv_token_bytes=1024)
@@ -159,7 +159,7 @@ def test_a_server_has_its_parts_where_it_was_told(
     device: str, kv_device: str | None, held: dict[str, set[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("llmnode.models.size.free_bytes", lambda each: PEERS_BYTES + len(each))
-    kept = {"cpu": PEERS_BYTES}
+    kept = {device: GRAPH_BYTES} | {"cpu": PEERS_BYTES}
     assert find_places(device, kv_device) == [
         Place(PEERS_BYTES + len(each) - kept.get(each, 0), each, frozenset(what)) for each, what in held.items()
     ]
@@ -169,7 +169,8 @@ def test_memory_that_peers_may_take_is_free_for_no_model(monkeypatch: pytest.Mon
     for free, left in ((PEERS_BYTES + 7, 7), (PEERS_BYTES - 7, 0)):
         monkeypatch.setattr("llmnode.models.size.free_bytes", lambda _each, free=free: free)
         assert [each.free_bytes for each in find_places("cpu")] == [left]
-        assert [each.free_bytes for each in find_places("cuda")] == [free, left], "it is this machine's memory"
+        on_gpu = [each.free_bytes for each in find_places("cuda")]
+        assert on_gpu == [free - GRAPH_BYTES, left], "but for graphs, it is this machine's memory"
 
 
 @pytest.mark.parametrize(
