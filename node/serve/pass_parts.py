@@ -1,7 +1,8 @@
 """One pass, given to the worker in parts, so that decodes of others go between.
 
 A part has some of the sequences, and goes through some blocks: those that there is time for. A backward keeps what goes
-into the blocks of each part.
+into the blocks of each part. It takes fewer sequences at once if these then go through all blocks in one part: the
+worker computes the blocks of a part once, but for a part to begin, the blocks before it have to be computed.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from typing import TYPE_CHECKING
 from llmnode.core.model import FP32_BYTES
 from llmnode.core.operations import NO_PROMPTS, Backward, Evaluate
 from llmnode.core.sequences import grouped, split_rows
-from llmnode.core.serving.forward_cost import mixed
 from llmnode.core.span import Span
 from llmnode.errors import ConfigError, PeerRefused
 from llmnode.wire.messages import RefusalCode
@@ -67,10 +67,15 @@ class PassParts:
         self._group, self._number = client.group, number
         self._kept_bytes = len(span) * served.model.row_bytes
         """A backward keeps this for each position that goes together."""
-        self._groups = grouped(lengths, min(self._worker.pass_positions, _KEPT_BYTES // self._kept_bytes))
+        self._lengths = lengths
+        self._most_together = _KEPT_BYTES // self._kept_bytes
+        self._cut(self._worker.pass_positions(Evaluate, len(span)))
+
+    def _cut(self, most_positions: int) -> None:
+        """Have sequences go together up to this number of positions."""
+        self._groups = grouped(self._lengths, min(most_positions, self._most_together))
         self._sizes = [sum(group) for group in self._groups]
         self._rows = [*pairwise(accumulate(map(len, self._groups), initial=0))]
-        self._block_s: dict[type, float] = {}  # the time of a position in a block, by the kind of operation
 
     @property
     def kept_bytes(self) -> int:
@@ -108,6 +113,7 @@ class PassParts:
         return b"".join([await self._output(*part) for part in parts])
 
     async def gradients(self, hidden: Buffer, gradient: Buffer) -> Buffer:
+        self._cut(self._worker.pass_positions(Backward, len(self.span)))
         both = (split_rows(each, self._sizes) for each in (hidden, gradient))
         return b"".join([await self._gradient(*part) for part in zip(self._groups, self._rows, *both, strict=True)])
 
@@ -187,12 +193,8 @@ class PassParts:
         computed: Computed = await self._worker.do(operation)
         self.queue_us += computed.queue_us
         self.compute_us += computed.compute_us
-        took_s = 1e-6 * computed.compute_us / (operation.positions * len(operation.span))
-        self._block_s[type(operation)] = mixed(self._block_s.get(type(operation), 0.0), took_s)
         return computed.hidden
 
-    def _next(self, start: int, lengths: Sequence[int], kind: type) -> Span:
-        """The blocks from `start` on that there is time for; one while it is not known how long it takes."""
-        time_s, block_s = self._worker.pass_s, self._block_s.get(kind)
-        most = 1 if time_s is None or not block_s else max(1, int(time_s / (block_s * sum(lengths))))
-        return Span(start, min(start + most, self.span.end))
+    def _next(self, start: int, lengths: Sequence[int], kind: type[Evaluate | Backward]) -> Span:
+        """The blocks from `start` on that there is time for."""
+        return Span(start, start + self._worker.pass_blocks(kind, sum(lengths), self.span.end - start))

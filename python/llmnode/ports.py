@@ -224,13 +224,13 @@ class Worker(Protocol):
     def seen(self) -> ForwardsSeen:
         """The times of forwards until now."""
 
-    @property
-    def pass_s(self) -> float | None:
-        """The time that one pass may take now, since nothing else runs meanwhile. None if that is not known yet."""
+    def pass_blocks(self, kind: type[Pass], positions: int, blocks: int) -> int:
+        """The blocks, out of `blocks`, that this many `positions` of a pass may go through in one operation now, since
+        nothing else runs meanwhile.
+        """
 
-    @property
-    def pass_positions(self) -> int:
-        """Sequences of a pass go together up to this many positions."""
+    def pass_positions(self, kind: type[Pass], blocks: int) -> int:
+        """Sequences of a pass through `blocks` blocks go together up to this number of positions now."""
 
     async def do(self, operation: Operation[Result]) -> Result:
         """Do an operation, and return its result."""

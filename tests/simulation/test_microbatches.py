@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
-from llmnode.core.operations import DeepPrompts
+from llmnode.core.operations import Backward, DeepPrompts
 from llmnode.core.policy import ServePolicy
 from llmnode.core.span import Span
 from llmnode.session import passes
@@ -20,7 +20,11 @@ from simulation.passes import LENGTHS, drawn, nothing_is_left, there_and_back
 from simulation.world import ALL_BLOCKS, FORWARD_S, pairs_of_servers, simulated, world
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import pytest
+
+    from llmnode.core.operations import Pass
 
 
 @simulated
@@ -89,6 +93,37 @@ async def test_a_batch_keeps_two_servers_busy_most_of_the_time(monkeypatch: pyte
             assert await busy_share() > 0.8
             monkeypatch.setattr(passes, "microbatch_positions", lambda *_sizes: 1024)
             assert await busy_share() < 0.7, "in two parts, each server waits for a third of the time"
+
+
+@simulated
+async def test_a_backward_computes_blocks_once_when_it_is_known_how_long_that_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Fewer sequences go together then, so that they are through all blocks in time."""
+    async with world() as swarm:
+        node = await swarm.start("whole", ALL_BLOCKS)
+        _take_time(node.worker, 1e-3, monkeypatch)
+        batches: list[Sequence[Pass]] = []
+        run = node.worker._run
+
+        async def note(work: Any) -> Any:
+            batches.append(work.passes)
+            return await run(work)
+
+        monkeypatch.setattr(node.worker, "_run", note)
+        async with swarm.client() as (router, _):
+            client = SwarmPasses(router.finder, Codec.RAW)
+            whole_blocks = []
+            for number in range(2):
+                batches.clear()
+                await there_and_back(client, number, [64] * 4)
+                done = [each for batch in batches for each in batch]
+                backwards = [each for each in done if isinstance(each, Backward)]
+                forwards = done[: done.index(backwards[0])]
+                whole_blocks.append(sum(each.positions * len(each.span) for each in done))
+            assert [(each.lengths, each.span) for each in backwards] == [((64,), ALL_BLOCKS)] * 4
+            assert forwards + backwards == done, "no block is computed for a part to begin"
+            assert whole_blocks[1] == 2 * 256 * len(ALL_BLOCKS) < whole_blocks[0]
 
 
 def _take_time(worker: Any, position_s: float, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ import trio
 from llmnode.compute.work import Work
 from llmnode.core.operations import Backward, Close, Computed, Evaluate, Forward, Open, Truncate
 from llmnode.core.policy import BatchPolicy
+from llmnode.core.serving.pass_times import PassTimes
 from llmnode.core.serving.scheduling import Scheduler
 from llmnode.errors import LocalProtocolError, WorkerLost
 
@@ -50,6 +51,7 @@ class BatchingWorker:
         self._clock = clock
         self._policy = policy or BatchPolicy()
         self._scheduler = Scheduler(self._policy)
+        self._pass_times = PassTimes()
         self._busy_s = 0.0
         self._calls: dict[int, _Call] = {}
         self._running: tuple[Batch, Awaitable[tuple[Done, float, float]]] | None = None
@@ -77,13 +79,12 @@ class BatchingWorker:
     def seen(self) -> ForwardsSeen:
         return self._scheduler.seen
 
-    @property
-    def pass_s(self) -> float | None:
-        return self._scheduler.pass_s(self._clock())
+    def pass_blocks(self, kind: type[Pass], positions: int, blocks: int) -> int:
+        return self._pass_times.blocks(kind, positions, blocks, self._scheduler.pass_s(self._clock()))
 
-    @property
-    def pass_positions(self) -> int:
-        return self._policy.pass_positions
+    def pass_positions(self, kind: type[Pass], blocks: int) -> int:
+        time_s = self._scheduler.pass_s(self._clock())
+        return self._pass_times.positions(kind, self._policy.pass_positions, blocks, time_s)
 
     async def do(self, operation: Operation[Result]) -> Result:
         return cast("Result", await self._do(cast("Forward | Pass | Control", operation)))
@@ -226,8 +227,11 @@ class BatchingWorker:
                 passed = calls[ticket]
                 assert isinstance(passed, _PassCall)
                 passed.settle(output, began_s, ended_s)
-            is_one_forward = not batch.operations and not has_failed
-            self._scheduler.done(batch, ended_s - began_s if is_one_forward else None, self._clock())
+                has_failed |= passed.error is not None
+            took_s = None if batch.operations or has_failed else ended_s - began_s
+            self._scheduler.done(batch, took_s, self._clock())
+            if took_s is not None:
+                self._pass_times.note([*batch.passes.values()], took_s)
         finally:
             self._running = None
             for ticket, call in calls.items():
