@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import itertools
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+import trio
 from torch.autograd.function import once_differentiable
 
 from llmnode.client.block_adapters import trained_matrices
 from llmnode.core.operations import NO_PROMPTS, DeepPrompts
 from llmnode.core.span import Span
-from llmnode.errors import ConfigError
+from llmnode.errors import ConfigError, single_error
 from llmnode.models.tensors import from_bytes, to_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
     from llmnode.client.block_adapters import BlockAdapters, Chosen
     from llmnode.client.portal import Portal
-    from llmnode.session.passes import SwarmPasses
+    from llmnode.core.operations import Buffer
+    from llmnode.session.passes import Crossed, SwarmPasses
     from llmnode.wire.adapter import Adapter
+
+T = TypeVar("T")
 
 
 class RemoteBlocks(torch.nn.Module):
@@ -106,29 +115,22 @@ class RemoteBlocks(torch.nn.Module):
             raise ConfigError(f"{longest} positions in a row: the model's context is {self._passes.model.context_text}")
         shortest = min(length for length in lengths if length)
         own_prompts = None if prompts is None else self._prompts(prompts, len(hidden), shortest)
-        chosen = self._adapters.chosen(len(hidden))
-        if len(chosen) == 1:
-            return self._cross(hidden, real, own_prompts, chosen[0])
-        whole = torch.zeros_like(hidden)
-        for each in chosen:
-            rows = torch.tensor(each.rows, device=hidden.device)
-            own = own_prompts if own_prompts is None or own_prompts.shape[1] == 1 else own_prompts[:, rows.cpu()]
-            whole = whole.index_copy(0, rows, self._cross(hidden[rows], real[rows], own, each))
-        return whole
-
-    def _cross(
-        self, hidden: torch.Tensor, real: torch.Tensor, prompts: torch.Tensor | None, chosen: Chosen
-    ) -> torch.Tensor:
-        """The rows of one adapter."""
-        lengths = [length for length in real.sum(1).tolist() if length]
-        if not lengths:
-            return torch.zeros_like(hidden)
-        if prompts is not None and prompts.shape[1] > 1:
-            prompts = prompts[:, real.any(1).cpu()]
-        trained = trained_matrices(chosen.parts, self.span)
-        output = _Crossing.apply(hidden[real].float().cpu(), self, lengths, chosen.adapter, prompts, *trained)
+        groups = [self._group(each, real, own_prompts) for each in self._adapters.chosen(len(hidden))]
+        groups = [each for each in groups if each.lengths]
+        given = [tensor for each in groups for tensor in (hidden[each.real].float().cpu(), each.prompts, *each.trained)]
         whole = torch.zeros(hidden.shape, dtype=torch.float32)
-        return whole.masked_scatter(real.cpu()[..., None], output).to(hidden)
+        for each, output in zip(groups, _Crossing.apply(self, groups, *given), strict=True):
+            whole = whole.masked_scatter(each.real.cpu()[..., None], output)
+        return whole.to(hidden)
+
+    def _group(self, chosen: Chosen, real: torch.Tensor, prompts: torch.Tensor | None) -> _Group:
+        """The rows of one adapter, of which the tokens `real` are there."""
+        own = torch.zeros_like(real)
+        own[[*chosen.rows]] = real[[*chosen.rows]]
+        if prompts is not None and prompts.shape[1] > 1:
+            prompts = prompts[:, own.any(1).cpu()]
+        lengths = [length for length in own.sum(1).tolist() if length]
+        return _Group(own, lengths, chosen.adapter, prompts, trained_matrices(chosen.parts, self.span))
 
     def _prompts(self, prompts: torch.Tensor, rows: int, shortest: int) -> torch.Tensor:
         """They are of the rows, in fp32. Raises ConfigError if they do not fit the blocks or the rows."""
@@ -143,44 +145,88 @@ class RemoteBlocks(torch.nn.Module):
         return prompts.float().cpu()
 
 
-class _Crossing(torch.autograd.Function):
-    """Sequences that lie end to end, (positions, hidden_size), through `blocks`, which have `adapter`.
+@dataclass(frozen=True, slots=True, eq=False)
+class _Group:
+    """The sequences of a batch that have one adapter."""
 
-    `prompts` and `trained` are the deep prompts and the matrices of the adapter, in these blocks.
+    real: torch.Tensor  # (rows, tokens): True for tokens that are theirs
+    lengths: list[int]
+    adapter: Adapter | None
+    prompts: torch.Tensor | None
+    """Their deep prompts, of all blocks."""
+    trained: Sequence[torch.Tensor]
+    """The matrices of the adapter."""
+
+    @property
+    def of_trained(self) -> Sequence[tuple[torch.Size, torch.dtype, torch.device]]:
+        return [(each.shape, each.dtype, each.device) for each in self.trained]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Gone:
+    """What the backward of a group needs."""
+
+    crossed: Sequence[Crossed]
+    prompts: torch.Size | None
+    trained: Sequence[tuple[torch.Size, torch.dtype, torch.device]]
+
+
+class _Crossing(torch.autograd.Function):
+    """Groups of sequences through `blocks`, all at once. `given` has for each its sequences, which lie end to end,
+    (positions, hidden_size), its prompts, and its matrices.
     """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        blocks: RemoteBlocks,
-        lengths: list[int],
-        adapter: Adapter | None,
-        prompts: torch.Tensor | None,
-        *trained: torch.Tensor,
-    ) -> torch.Tensor:
-        passes = blocks._passes
-        given, own = to_bytes(hidden), NO_PROMPTS
-        if prompts is not None:  # copied, since the backward needs them as they are now
-            count, rows, positions, _ = prompts.shape
-            own = DeepPrompts(count, rows, positions, to_bytes(prompts.clone()))
-        output, ctx.crossed = blocks._portal.call(lambda: passes.outputs(blocks.span, lengths, given, adapter, own))
+        ctx: Any, blocks: RemoteBlocks, groups: Sequence[_Group], *given: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ...]:
+        passes, left = blocks._passes, iter(given)
+        calls: list[Callable[[], Awaitable[tuple[Buffer, Sequence[Crossed]]]]] = []
+        for each in groups:
+            hidden, prompts, *_ = itertools.islice(left, 2 + len(each.trained))
+            assert hidden is not None
+            own = NO_PROMPTS
+            if prompts is not None:  # copied, since the backward needs them as they are now
+                count, rows, positions, _ = prompts.shape
+                own = DeepPrompts(count, rows, positions, to_bytes(prompts.clone()))
+            calls.append(partial(passes.outputs, blocks.span, each.lengths, to_bytes(hidden), each.adapter, own))
+        found = blocks._portal.call(lambda: _together(calls))
         ctx.blocks = blocks
-        ctx.prompts = None if prompts is None else prompts.shape
-        ctx.matrices = [(each.shape, each.dtype, each.device) for each in trained]
-        return from_bytes(output, hidden.shape[1])
+        ctx.gone = [
+            _Gone(crossed, None if each.prompts is None else each.prompts.shape, each.of_trained)
+            for each, (_, crossed) in zip(groups, found, strict=True)
+        ]
+        return tuple(from_bytes(output, passes.model.hidden_size) for output, _ in found)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         blocks: RemoteBlocks = ctx.blocks
-        wanted = to_bytes(gradients[0].float())
-        found = blocks._portal.call(lambda: blocks._passes.all_gradients(ctx.crossed, wanted))
-        matrices = torch.from_numpy(found.adapter)
-        flat = matrices.split([shape.numel() for shape, _, _ in ctx.matrices]) if ctx.matrices else ()
-        of_adapter = [
-            each.view(shape).to(device, dtype) for each, (shape, dtype, device) in zip(flat, ctx.matrices, strict=True)
+        calls = [
+            partial(blocks._passes.all_gradients, each.crossed, to_bytes(gradient.float()))
+            for each, gradient in zip(ctx.gone, gradients, strict=True)
         ]
-        of_prompts = None if ctx.prompts is None else torch.from_numpy(found.prompts).view(ctx.prompts)
-        of_hidden = from_bytes(found.hidden, gradients[0].shape[1])
-        return of_hidden, None, None, None, of_prompts, *of_adapter
+        all_found = blocks._portal.call(lambda: _together(calls))
+        of_given: list[torch.Tensor | None] = []
+        for each, gradient, found in zip(ctx.gone, gradients, all_found, strict=True):
+            of_given.append(from_bytes(found.hidden, gradient.shape[1]))
+            of_given.append(None if each.prompts is None else torch.from_numpy(found.prompts).view(each.prompts))
+            matrices = torch.from_numpy(found.adapter)
+            flat = matrices.split([shape.numel() for shape, _, _ in each.trained]) if each.trained else ()
+            for values, (shape, dtype, device) in zip(flat, each.trained, strict=True):
+                of_given.append(values.view(shape).to(device, dtype))
+        return None, None, *of_given
+
+
+async def _together(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
+    """The results of `calls`, which run at the same time. Raises what the first one raises that fails."""
+    found: dict[int, T] = {}
+
+    async def run(number: int) -> None:
+        found[number] = await calls[number]()
+
+    with single_error():
+        async with trio.open_nursery() as nursery:
+            for number in range(len(calls)):
+                nursery.start_soon(run, number)
+    return [found[number] for number in range(len(calls))]
