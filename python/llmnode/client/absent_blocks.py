@@ -1,4 +1,4 @@
-"""Modules in the place of blocks that are elsewhere: the linear layers, under their names and sizes, without weights.
+"""Modules in the place of blocks that are elsewhere: their matrices, under their names and sizes, without weights.
 
 PEFT wraps such a layer as any other. The matrices that it adds are real, and belong to the client.
 """
@@ -17,7 +17,7 @@ from llmnode.models.lora import targets_of
 from llmnode.models.meta_model import without_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from llmnode.models.lora import Target
     from llmnode.models.sources.folder import ModelFolder
@@ -30,7 +30,7 @@ _BYTES = 4
 class _Absent(torch.nn.Module):
     """The common part of both kinds of layers. Their weights are in no state dict, and in none that is loaded."""
 
-    _sizes: tuple[int, int, bool]
+    _sizes: tuple[Any, ...]  # Any: what its class is made with
 
     def forward(self, _input: torch.Tensor) -> NoReturn:
         """Raises ConfigError."""
@@ -73,6 +73,19 @@ class AbsentConv1D(_Absent, Conv1D):
         self.register_parameter("bias", _absent(outputs) if has_bias else None)
 
 
+class AbsentMatrices(_Absent):
+    """A module with other matrices, as those of experts and of their router: PEFT can wrap its parameters.
+
+    Servers compute no LoRA for them. `block_adapters.py` says so, where PEFT would only warn that there are none.
+    """
+
+    def __init__(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        super().__init__()
+        self._sizes = (shapes,)
+        for name, shape in shapes.items():
+            self.register_parameter(name, _absent(*shape))
+
+
 def is_absent(module: torch.nn.Module) -> bool:
     """Whether it is such a layer, and nobody has given it weights of its own."""
     own = [each for each in module._parameters.values() if each is not None] if isinstance(module, _Absent) else []
@@ -91,7 +104,7 @@ def absent_blocks(folder: ModelFolder) -> list[torch.nn.Module]:
 
 
 def _layers(folder: ModelFolder) -> Iterator[Mapping[str, torch.nn.Module]]:
-    """The linear layers of each block, by their names in it."""
+    """The linear layers of each block, and other modules with matrices, by their names in it."""
     if (blueprint := blueprint_of(folder)) is not None:
         for plan in blueprint.blocks:
             shapes = {name.removesuffix(".weight"): shape for name, shape in plan.shapes.items()}
@@ -104,7 +117,20 @@ def _layers(folder: ModelFolder) -> Iterator[Mapping[str, torch.nn.Module]]:
     family = family_of(folder.config)
     decoder = without_weights(folder, family, "eager", torch.float32).get_submodule(family.decoder)
     for block in getattr(decoder, family.blocks):
-        yield {name: _like(block.get_submodule(name), target) for name, target in targets_of(block).items()}
+        linears = {name: _like(block.get_submodule(name), target) for name, target in targets_of(block).items()}
+        layers = {**linears, **_other_matrices(block, linears)}
+        yield {path: layers[path] for path, _ in block.named_modules() if path in layers}
+
+
+def _other_matrices(block: torch.nn.Module, linears: Collection[str]) -> Mapping[str, torch.nn.Module]:
+    """The modules of a block that have matrices of their own and are none of its `linears`, by their names."""
+    found = {}
+    for path, module in block.named_modules():
+        shapes = {name: each.shape for name, each in module.named_parameters(recurse=False)}
+        shapes = {name: shape for name, shape in shapes.items() if len(shape) >= _MATRIX_DIMENSIONS}
+        if shapes and path and path not in linears:
+            found[path] = AbsentMatrices(shapes)
+    return found
 
 
 def _like(layer: torch.nn.Module, target: Target) -> torch.nn.Module:

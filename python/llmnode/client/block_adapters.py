@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from llmnode.wire.adapter import Adapter
 
 _KIND = "peft.tuners.lora.layer", "Linear"
+_OF_PARAMETER = "peft.tuners.lora.layer", "ParamWrapper"
 MOST_MADE = 16
 """The adapters whose bytes are kept, for when they are wanted again."""
 
@@ -163,6 +164,9 @@ def _update(where: str, layer: Any, name: str | None) -> Lora | None:  # Any: PE
     if is_absent(layer):
         _check_frozen(where, layer)
         return None
+    if (type(layer).__module__, type(layer).__name__) == _OF_PARAMETER:
+        what = f"the parameter {layer.parameter_name}, which is of no linear layer"
+        raise ConfigError(f"{where}: servers compute no LoRA of {what}: name linear layers in target_modules")
     if (type(layer).__module__, type(layer).__name__) != _KIND:
         raise ConfigError(f"{where}: servers compute LoRA alone, and this is {type(layer).__name__}")
     if not is_absent(layer.get_base_layer()):
