@@ -33,8 +33,8 @@ class BudgetPolicy:
     weights takes 160 MB, a third of which a server of ten blocks holds."""
     graph_bytes: int = 128 << 20
     """A worker keeps this much of the graphs of blocks while it computes a backward, beside `memory_bytes`. The graphs
-    of 15 blocks of SmolLM2-135M for 128 positions take 69 MiB, and 98 with LoRA in all layers. Blocks whose graphs are not kept
-    are computed twice."""
+    of 15 blocks of SmolLM2-135M for 128 positions take 69 MiB, and 98 with LoRA in all layers. Blocks whose graphs are
+    not kept are computed twice."""
     window_share: float = 0.25
     """The share of it that others may send ahead of our reading, beyond `stream_bytes` for each stream."""
     push_share: float = 0.375
