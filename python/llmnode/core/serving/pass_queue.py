@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from llmnode.core.serving.client_counters import ClientCounters
 
 BACKWARD_COST = 3
-"""A backward computes the blocks twice, without gradients and with them, and then the gradients."""
+"""A backward computes the blocks, twice if their graphs do not fit into memory, and then the gradients."""
 
 
 @dataclass(frozen=True, slots=True)
