@@ -54,7 +54,8 @@ class BudgetPolicy:
     """Two links each way need no more; those that are ending count."""
     accepted_burst: int = 128
     """The connections of one IPv4 address or IPv6 /56 that are accepted at once. Further ones are closed unread: each
-    would take a millisecond of the event loop."""
+    would take a millisecond of the event loop. It is `connections_per_host`: all nodes behind one NAT connect at once
+    when a server is back, and one that is closed unread avoids the server for a while. As a burst it takes 0.13 s."""
     accepted_per_s: float = 4.0
     """Then one is accepted this often."""
     handshakes: TurnPolicy = TurnPolicy(burst=64, per_s=1, shared_per_s=16)
