@@ -55,7 +55,7 @@ class BudgetPolicy:
     accepted_burst: int = 128
     """The connections of one IPv4 address or IPv6 /56 that are accepted at once. Further ones are closed unread: each
     would take a millisecond of the event loop. It is `connections_per_host`: all nodes behind one NAT connect at once
-    when a server is back, and one that is closed unread avoids the server for a while. As a burst it takes 0.13 s."""
+    when a server is back, and one that is closed unread avoids the server for a while. The burst takes 0.13 s."""
     accepted_per_s: float = 4.0
     """Then one is accepted this often."""
     handshakes: TurnPolicy = TurnPolicy(burst=64, per_s=1, shared_per_s=16)
