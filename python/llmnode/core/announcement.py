@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from llmnode.core.speed import UNMEASURED, AnnouncedSpeed
+from llmnode.core.route import Hop
+from llmnode.core.speed import SHARED_SESSIONS, UNMEASURED, AnnouncedSpeed
 
 if TYPE_CHECKING:
     from llmnode.core.adapters import AnnouncedAdapter
@@ -82,6 +83,16 @@ class Offer:
         """Tokens a second through the whole span, one at a time; 0 while `block_us` is not known."""
         return 1e6 / (self.block_us * len(self.span)) if self.block_us else 0.0
 
+    @property
+    def further_block_s(self) -> float:
+        """The time that each further decode adds to one block of a forward, by what is announced of one session and of
+        `SHARED_SESSIONS`; 0 while one of the two is not known.
+        """
+        if not self.block_us or not self.speed.tokens_per_s:
+            return 0.0
+        batch_s = SHARED_SESSIONS / (self.speed.tokens_per_s * len(self.span))
+        return max(0.0, batch_s - self.block_us / 1e6) / (SHARED_SESSIONS - 1)
+
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
@@ -97,6 +108,11 @@ class Announcement:
     software: str
     """`product/version`, and in parentheses what its peer has noticed about itself."""
     offer: Offer
+
+    @property
+    def hop(self) -> Hop:
+        """The peer with all of its blocks."""
+        return Hop(self.peer, self.offer.span)
 
     @property
     def has_double(self) -> bool:

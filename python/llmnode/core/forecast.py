@@ -8,16 +8,17 @@ ones that are told.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from llmnode.core.many_sessions import SharedServer, many_sessions_tokens_per_s
-from llmnode.core.peers.standing import Standing, candidate_of, unmeasured_as_slow
+from llmnode.core.many_sessions import RouteSessions, SharedServer, many_sessions_tokens_per_s
+from llmnode.core.peers.standing import Standing, candidate_of, settled_costs, unmeasured_as_slow
 from llmnode.core.peers.ways import believed_ways
 from llmnode.core.placement.claims import counted
 from llmnode.core.placement.policy import RebalancePolicy
 from llmnode.core.policy import ClientPolicy, StandingPolicy
-from llmnode.core.route import Hop, find_route, uncovered
+from llmnode.core.route import find_route, uncovered
 from llmnode.core.speed import PROMPT_POSITIONS, SHARED_SESSIONS
 
 if TYPE_CHECKING:
@@ -26,7 +27,10 @@ if TYPE_CHECKING:
     from llmnode.core.announcement import Announcement, Offer
     from llmnode.core.ids import PeerId
     from llmnode.core.model import ModelInfo
-    from llmnode.core.route import Route
+    from llmnode.core.route import Hop, Route
+
+CHOICES = 64
+"""Many sessions choose their routes in this number of turns at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,12 +132,47 @@ def forecast(
     sessions = SHARED_SESSIONS * len(servers)
     if uncovered(model.blocks, [each.offer.span for each in servers]):
         return SwarmForecast(0.0, sessions)
-    session = forecast_session(model, servers, client, prompt_tokens)
-    rate = many_sessions_tokens_per_s(model.blocks, _shared(servers), sessions, session.step_s - session.compute_s)
-    return SwarmForecast(rate, sessions, session)
+    rate = _many_tokens_per_s(model, servers, client, sessions)
+    return SwarmForecast(rate, sessions, forecast_session(model, servers, client, prompt_tokens))
 
 
-def _shared(servers: Sequence[Announcement]) -> list[SharedServer]:
+def _many_tokens_per_s(model: ModelInfo, servers: Sequence[Announcement], client: ClientPlace, sessions: int) -> float:
+    """The sum of this number of `sessions` of `client`, over those of the `servers` that have measured something."""
+    shared = _shared(servers)
+    measured = [each for each in servers if each.peer in shared]
+    if uncovered(model.blocks, [each.offer.span for each in measured]):
+        return 0.0
+    places = {each.peer: place for place, each in enumerate(measured)}
+    routes: list[RouteSessions] = []
+    for route, number in forecast_routes(model, measured, client, sessions).items():
+        alone = forecast_route(model, measured, client, 1, route)
+        visits = [(places[hop.peer], len(hop.span) / len(measured[places[hop.peer]].offer.span)) for hop in route]
+        routes.append(RouteSessions(number, alone.step_s - alone.compute_s, tuple(visits)))
+    return many_sessions_tokens_per_s([shared[each.peer] for each in measured], routes)
+
+
+def forecast_routes(
+    model: ModelInfo, servers: Sequence[Announcement], client: ClientPlace, sessions: int
+) -> Mapping[Route, int]:
+    """The routes over `servers` of `model` that this number of `sessions` of `client` take, and how many take each.
+
+    The servers have proved themselves to the client, and each session is opened beside those before it. Raises NoRoute.
+    """
+    trips, held = client.round_trips_s, [each.hop for each in servers]
+    ways = believed_ways(servers, trips)
+    routes: Counter[Route] = Counter()
+    taken: Counter[PeerId] = Counter()
+    together = -(-sessions // CHOICES)
+    for first in range(0, sessions, together):
+        number = min(together, sessions - first)
+        candidates = [candidate_of(each, model.row_bytes, trips.get(each.peer), taken[each.peer]) for each in servers]
+        route = find_route(model.blocks, held, settled_costs(candidates), ways)
+        routes[route] += number
+        taken.update({hop.peer: number for hop in route})
+    return routes
+
+
+def _shared(servers: Sequence[Announcement]) -> dict[PeerId, SharedServer]:
     """Their forwards by what they announce of one session and of `SHARED_SESSIONS`, as far as placement believes it.
 
     Without those that have measured nothing.
@@ -141,13 +180,13 @@ def _shared(servers: Sequence[Announcement]) -> list[SharedServer]:
     placed = {
         each.peer: each for each in counted([(each.peer, each.offer, 0.0) for each in servers], RebalancePolicy())
     }
-    found: list[SharedServer] = []
-    for offer, rate in ((each.offer, placed[each.peer].speed) for each in servers):
+    found: dict[PeerId, SharedServer] = {}
+    for peer, offer, rate in ((each.peer, each.offer, placed[each.peer].speed) for each in servers):
         if rate:
             batch_s = SHARED_SESSIONS / rate
             said_s = offer.block_us * len(offer.span) / 1e6 or 1 / rate
             alone_s = min(max(said_s, batch_s / SHARED_SESSIONS), batch_s)
-            found.append(SharedServer(offer.span, alone_s, (batch_s - alone_s) / (SHARED_SESSIONS - 1)))
+            found[peer] = SharedServer(alone_s, (batch_s - alone_s) / (SHARED_SESSIONS - 1))
     return found
 
 
@@ -161,7 +200,7 @@ def forecast_session(
     trips = client.round_trips_s
     candidates = [candidate_of(each, model.row_bytes, trips.get(each.peer)) for each in servers]
     costs = Standing(StandingPolicy()).costs(candidates, 0.0)
-    held = [Hop(each.peer, each.offer.span) for each in servers]
+    held = [each.hop for each in servers]
     route = find_route(model.blocks, held, costs, believed_ways(servers, trips))
     return forecast_route(model, servers, client, prompt_tokens, route)
 

@@ -24,6 +24,7 @@ from llmnode.core.span import Span
 from llmnode.core.view import online
 from llmnode.errors import NoRoute, PeerError, PeerRefused, PeerUnreachable
 from llmnode.session.newcomers import Newcomers
+from llmnode.session.openings import Openings
 from llmnode.session.reaching import Reaching
 from llmnode.session.trials import Trials
 from llmnode.wire.messages import RefusalCode
@@ -76,6 +77,7 @@ class PeerFinder:
         self.others: Sequence[str] = ()
         """The names of other precisions that could have been found instead of that of the model."""
         self.reaching = Reaching(pool, policy.route)
+        self.openings = Openings()
         self._bans = Bans(policy.route.ban_s, policy.route.longest_ban_s)
         self._suspicion = Suspicion(policy.trust)
         self._standing = Standing(policy.standing)
@@ -152,7 +154,7 @@ class PeerFinder:
         usable = [each for each in others if each.peer in living and self._newcomers.has_served(each, now_s)]
         costs = self._costs(usable, length, beside=beside, at_once=at_once)
         try:
-            detour = find_detour(hop.span, _held(usable), costs, self._ways(usable))
+            detour = find_detour(hop.span, [each.hop for each in usable], costs, self._ways(usable))
         except NoRoute:
             return False
         return self.policy.standing.leaving_times * cost_s(detour, costs) < took_s
@@ -196,7 +198,7 @@ class PeerFinder:
         usable = [each for each in (others if hurry else self._good(others)) if each.peer not in avoid]
         try:
             costs = self._costs(usable, positions, beside=beside, at_once=at_once)
-            route = find_detour(span, _held(usable), costs, self._ways(usable))
+            route = find_detour(span, [each.hop for each in usable], costs, self._ways(usable))
         except NoRoute as error:
             raise NoRoute(error.missing, self._hint(error.missing, positions, avoid)) from None
         connections, errors = await self.reaching.connect(route, usable)
@@ -260,7 +262,8 @@ class PeerFinder:
             usable = [each for each in self._candidates(positions) if each.peer not in failed]
             explored = await self._newcomers.explore(self._good(usable))
             route = self._route(usable, failed, positions, explored)
-            connections, errors = await self.reaching.connect(route, usable)
+            with self.openings.at(route):
+                connections, errors = await self.reaching.connect(route, usable)
             if not errors:
                 self.reaching.measure_some([hop.peer for hop in route], usable)
                 return route, connections
@@ -280,13 +283,12 @@ class PeerFinder:
     ) -> Route:
         """A route over peers that are not banned, or else over all of `usable`."""
         good = self._good(usable)
-        try:
+        with suppress(NoRoute):
             costs = self._costs(good, positions, explored=explored)
-            return find_route(self.model.blocks, _held(good), costs, self._ways(good))
-        except NoRoute:
-            pass
+            return find_route(self.model.blocks, [each.hop for each in good], costs, self._ways(good))
         try:
-            return find_route(self.model.blocks, _held(usable), self._costs(usable, positions), self._ways(usable))
+            costs = self._costs(usable, positions)
+            return find_route(self.model.blocks, [each.hop for each in usable], costs, self._ways(usable))
         except NoRoute as error:
             if failed:
                 raise next(reversed(failed.values())) from error
@@ -298,7 +300,7 @@ class PeerFinder:
             return
         peers = {hop.peer for hop in route}
         others = [each for each in self._good(self._candidates()) if each.peer not in peers]
-        addresses, held = {each.peer: each.addresses for each in others}, _held(others)
+        addresses, held = {each.peer: each.addresses for each in others}, [each.hop for each in others]
         costs, ways = self._costs(others), self._ways(others)
         for hop in route:
             with suppress(NoRoute):
@@ -327,14 +329,14 @@ class PeerFinder:
         that have a hop `beside`, and those that were never reached where others could not be are dearer.
         """
         now_s, round_trips_s = trio.current_time(), self.reaching.round_trips_s()
-        sessions = {each.peer: len(each.sessions) for each in self.pool.living()}
+        living = {each.peer: len(each.sessions) for each in self.pool.living()}
+        sessions = self.openings.beside(living)
         row_bytes, first = self.model.row_bytes, min(positions, at_once + self.policy.route.first_positions)
         candidates = [
-            candidate_of(each, row_bytes, round_trips_s.get(each.peer), sessions.get(each.peer, 0))
-            for each in announcements
+            candidate_of(each, row_bytes, round_trips_s.get(each.peer), sessions[each.peer]) for each in announcements
         ]
         believed = self._standing.costs(candidates, now_s, explored)
-        reached, costs = {*sessions, *round_trips_s}, {}
+        reached, costs = {*living, *round_trips_s}, {}
         for each in announcements:
             penalty, cost = self._suspicion.penalty(each.peer, now_s), believed[each.peer]
             penalty *= self.policy.route.second_hop_cost if each.peer in beside else 1.0
@@ -393,7 +395,3 @@ class PeerFinder:
         route = self.policy.route
         is_told = route.allowed is not None or route.blocked
         return f"{why}. This client was told to leave out some servers" if is_told else str(why)
-
-
-def _held(announcements: Sequence[Announcement]) -> list[Hop]:
-    return [Hop(each.peer, each.offer.span) for each in announcements]

@@ -251,6 +251,7 @@ class _Rig:
                 parts = {COMPUTE: 1e3 * compute_s, REST: 1e3 * (step_s - compute_s)}
                 result.series.note({SPEED: 1 / step_s, FIRST: generation.finish.usage.first_token_s, **parts})
             if not self._options.thin:
+                await self._many(client, forecast.sessions)  # by this, servers of the same blocks prove themselves
                 result.series.note({ALL: await self._many(client, forecast.sessions)})
         return result
 

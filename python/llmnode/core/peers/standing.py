@@ -51,7 +51,7 @@ class Candidate(NamedTuple):
 
     peer: PeerId
     said_block_s: float
-    """0 if it says nothing."""
+    """For a decode beside those of this client's sessions there; 0 if it says nothing."""
     sessions: int
     """The sessions that this client has there now."""
     round_trip_s: float | None = None
@@ -63,11 +63,32 @@ class Candidate(NamedTuple):
 def candidate_of(
     announcement: Announcement, row_bytes: int, round_trip_s: float | None = None, sessions: int = 0
 ) -> Candidate:
-    """The peer of an announcement, with what the client has measured. `row_bytes` is the size of a hidden state."""
+    """The peer of an announcement, with what the client has measured. `row_bytes` is the size of a hidden state.
+
+    The client has this number of `sessions` there already. Each is in the same forward for the share of the time that
+    it is at the peer, and not on its way. So sessions spread over peers of the same blocks.
+    """
     offer = announcement.offer
+    block_s = offer.block_us / 1e6
+    if sessions and block_s:
+        alone_s = block_s * len(offer.span)
+        block_s += sessions * offer.further_block_s * alone_s / (alone_s + (round_trip_s or 0.0))
     upload_bytes_per_s = offer.speed.upload_bytes_per_s
     upload_s = row_bytes / upload_bytes_per_s if upload_bytes_per_s else 0.0
-    return Candidate(announcement.peer, offer.block_us / 1e6, sessions, round_trip_s, upload_s)
+    return Candidate(announcement.peer, block_s, sessions, round_trip_s, upload_s)
+
+
+def settled_costs(candidates: Sequence[Candidate]) -> dict[PeerId, HopCost]:
+    """The cost of a token at each of the peers, for a client to which they have proved to be as fast as they say."""
+    least_s = HopCost().hop_s
+    return {
+        each.peer: HopCost(
+            max(least_s, (each.round_trip_s or 0.0) + each.said_upload_s),
+            each.said_block_s,
+            (each.round_trip_s or 0.0) / 2,
+        )
+        for each in unmeasured_as_slow(candidates)
+    }
 
 
 class Standing:
