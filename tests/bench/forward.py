@@ -90,7 +90,7 @@ def _texts(parts: ClientParts, rows: int) -> list[list[int]]:
 
 def _measure(options: Options, rig: _Rig, peers: Sequence[str], variants: Sequence[_Variant]) -> None:
     with connect(peers=peers) as model:
-        for number in rounds(options.repeats):
+        for number in rounds(options.repeats, thin=options.thin):
             for variant in variants if number >= 0 else variants[:-1]:
                 one_s = rig.locally(variant.rows, options.threads)
                 servers_s = rig.through_servers(model, variant.rows)

@@ -93,7 +93,7 @@ async def run(options: Options) -> Report:
     with single_error():
         async with _open_rig(options, parts) as rig:
             await rig.until_direct()
-            for number in rounds(options.repeats):
+            for number in rounds(options.repeats, thin=options.thin):
                 await rig.measure_round(variants, discard=number < 0, turn_round=bool(number % 2))
     conditions = {
         "servers": SERVERS,

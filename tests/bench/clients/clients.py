@@ -105,7 +105,7 @@ async def _measure(options: Options, folder: ModelFolder) -> Report:
                 for chunk in CHUNKS
             ]
             rig = _Rig(options, parts, reference.vocabulary, clients, prefilling)
-            for number in rounds(options.repeats):
+            for number in rounds(options.repeats, thin=options.thin):
                 await rig.measure_round(variants, shared, discard=number < 0)
         loaded = await trio.to_thread.run_sync(load_workers, folder, rig.prefill, options.tokens)
         for _ in range(options.repeats):

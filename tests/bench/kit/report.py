@@ -87,9 +87,12 @@ class Series(defaultdict[str, list[float]]):
         return {quantity: spread(values) for quantity, values in self.items()}
 
 
-def rounds(repeats: int) -> Iterator[int]:
-    """The numbers of the rounds. Each is announced. Round -1 warms everything up and does not count."""
-    for number in range(-1, repeats):
+def rounds(repeats: int, *, thin: bool = False) -> Iterator[int]:
+    """The numbers of the rounds. Each is announced. Round -1 warms everything up and does not count.
+
+    A `thin` run has none: what it measures is for nobody.
+    """
+    for number in range(0 if thin else -1, repeats):
         print(f"round {number + 1} of {repeats}", file=sys.stderr)
         yield number
 

@@ -96,7 +96,7 @@ async def run(options: Options) -> Report:
                 await trio.to_thread.run_sync(rig.measure_batches)
                 await trio.to_thread.run_sync(rig.measure_clients)
                 async with aconnect(rig.peers, parts=load_parts(folder)) as client:
-                    for number in rounds(options.repeats):
+                    for number in rounds(options.repeats, thin=options.thin):
                         await rig.measure_sharing(client, discard=number < 0)
                 await trio.to_thread.run_sync(rig.measure_bytes)
             finally:
@@ -137,7 +137,7 @@ class _Rig:
         alone = local_trainer(self._folder, Adapter(RANKS[0]))
         (trainer,) = self._clients(1)
         self._compare_losses(alone, trainer)
-        for number in rounds(self._options.repeats):
+        for number in rounds(self._options.repeats, thin=self._options.thin):
             for rows, series in self._series.items():
                 texts = self.texts[:rows]
                 torch.set_num_threads(SERVERS * self._options.threads)
@@ -156,7 +156,7 @@ class _Rig:
     def measure_clients(self) -> None:
         """Different numbers of clients at once, by turns."""
         trainers, texts = self._clients(max(self.size.clients)), self.texts[: self.size.rows]
-        for number in rounds(self._options.repeats):
+        for number in rounds(self._options.repeats, thin=self._options.thin):
             found: dict[int, float] = {}
             for clients, series in self._of_clients.items():
                 found[clients] = tokens_per_s(trainers[:clients], texts, self.size.steps)

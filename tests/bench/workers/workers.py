@@ -89,7 +89,7 @@ async def run(options: Options) -> Report:
     crossed = CROSSINGS // 4 if options.thin else CROSSINGS
     with single_error():
         async with _open_echoes() as echoes, _open_servers(options) as servers:
-            for number in rounds(options.repeats):
+            for number in rounds(options.repeats, thin=options.thin):
                 turn = -1 if number % 2 else 1
                 taken: list[tuple[_Variant, list[float]]] = []
                 for variant, positions in list(zip(crossings, sizes, strict=True))[::turn]:
