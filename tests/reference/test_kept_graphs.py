@@ -41,9 +41,9 @@ def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
 class Kept(NamedTuple):
     found: SpanGradients
     graphs: int
-    """That were kept when the last block had been computed."""
+    """Their number when the last block had been computed."""
     forwards: int
-    """Of one block."""
+    """The number of forwards of one block."""
 
 
 class Backwards:

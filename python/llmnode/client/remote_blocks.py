@@ -164,7 +164,7 @@ class _Group:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Gone:
-    """What the backward of a group needs."""
+    """The backward of a group needs this."""
 
     crossed: Sequence[Crossed]
     prompts: torch.Size | None

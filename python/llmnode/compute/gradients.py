@@ -2,7 +2,7 @@
 
 Petals, section 3.3: a server computes outputs, and gradients for its inputs. Its weights never change, and it keeps
 nothing between calls. So a backward computes the blocks again, and keeps the graphs of the last ones, as many as its
-memory allows. Of the others it keeps what goes into each block, and computes them once more, one at a time. Memory is
+memory allows. It keeps what goes into each of the others, and computes them once more, one at a time. Memory is
 that of the kept graphs, of one graph more, and of one row of hidden states for each block.
 """
 
@@ -154,7 +154,7 @@ class _Block:
         self.graph_bytes = 0
 
     def output(self) -> torch.Tensor:
-        """What leaves it, (tokens, hidden_size)."""
+        """The states that leave it, (tokens, hidden_size)."""
         with torch.no_grad(), adapted(self._rows):
             return self._row.through(Span(self._index, self._index + 1), self._entering)
 
