@@ -298,6 +298,7 @@ class Expected:
 
     async def receive(self, answer_type: FrameType, timeout_s: float) -> Frame:
         """Wait for the answer. Raises PeerTimeout if it does not come in time; then it may be awaited again."""
+        await trio.lowlevel.checkpoint_if_cancelled()  # an answer to what was given up since then blames nobody
         if not self._arrived.is_set():
             with trio.CancelScope(deadline=trio.current_time() + timeout_s) as patience:
                 await self._arrived.wait()
