@@ -8,8 +8,7 @@ from weakref import WeakKeyDictionary
 import trio
 
 from llmnode.core.peers.at_once import AtOnce
-from llmnode.errors import PeerRefused
-from llmnode.wire.messages import RefusalCode
+from llmnode.wire.refusal import memory_in_s
 
 if TYPE_CHECKING:
     from llmnode.errors import PeerError
@@ -32,8 +31,7 @@ class PassTurns:
     def has_fewer(self, connection: PeerConnection, error: PeerError) -> bool:
         """Whether the `error` of a pass only says that the server had no memory for it beside others of ours."""
         turn, at_once = self._turns[connection]
-        is_full = isinstance(error, PeerRefused) and error.code == RefusalCode.BUSY and error.retry_after_s is not None
-        if not is_full or turn.borrowed_tokens < 2:
+        if memory_in_s(error) is None or turn.borrowed_tokens < 2:
             return False
         at_once.refused(turn.borrowed_tokens)
         turn.total_tokens = at_once.number

@@ -199,7 +199,7 @@ class _Passage(Generic[HopT]):
         The hop before may have given it something else, whatever it says, and before the client did.
         """
         upstream = self.upstream
-        doubted = upstream if upstream is not None and self.hop.may_be_given_steps_by(upstream.hop) else None
+        doubted = upstream if upstream is not None and self.hop.takes_steps_of(upstream.hop) else None
         try:
             output = self._read(outcome, direct=direct)
         except PeerError as error:

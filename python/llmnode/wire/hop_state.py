@@ -35,6 +35,7 @@ from llmnode.wire.messages import (
 from llmnode.wire.open_extensions import open_extensions
 from llmnode.wire.profile import profile_fields
 from llmnode.wire.push_state import PushState
+from llmnode.wire.refusal import memory_in_s
 
 if TYPE_CHECKING:
     from llmnode.core.operations import DeepPrompts
@@ -168,12 +169,11 @@ class HopState:
         timeout_s = self.answer_timeout_s() if self.is_open else self.terms.policy.open_timeout_s
         return Request(frame, FrameType.FORWARDED, timeout_s, introduces)
 
-    def may_be_given_steps_by(self, before: HopState) -> bool:
-        """Whether it takes steps from the hop before, which may then give it others than it tells the client."""
-        return before.pushing.is_trusted and self.takes_steps_of(before)
-
     def takes_steps_of(self, before: HopState) -> bool:
-        """Whether it was told to take steps from the hop before, trusted or not."""
+        """Whether it was told to take steps from the hop before, which may give it others than it tells the client.
+
+        It was told so until it is told something else, whether that hop is still trusted or not.
+        """
         return self._asked.sender == before.hop.peer
 
     def lease(self, epoch: Epoch, step: Step) -> Request:
@@ -281,13 +281,11 @@ class HopState:
 
         It is, if it has no memory now, nobody else could take its place, and this has not lasted for too long.
         """
-        if not isinstance(error, PeerRefused) or error.code != RefusalCode.BUSY or error.retry_after_s is None:
-            return None
-        policy = self.terms.policy
-        if self.word is not None or waited_s >= policy.memory_patience_s:
+        policy, retry_s = self.terms.policy, memory_in_s(error)
+        if retry_s is None or self.word is not None or waited_s >= policy.memory_patience_s:
             return None
         self.memory_refusals += 1
-        return min(max(error.retry_after_s, policy.route.retry_s), policy.route.longest_pause_s)
+        return min(max(retry_s, policy.route.retry_s), policy.route.longest_pause_s)
 
     def answer_timeout_s(self, positions: int = 0) -> float:
         """The time for an answer that takes no forward, and sends this number of `positions`.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmnode.errors import PeerRefused, RemoteProtocolError
+from llmnode.errors import PeerError, PeerRefused, RemoteProtocolError
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.messages import Refusal, RefusalCode, pack
 
@@ -10,6 +10,13 @@ from llmnode.wire.messages import Refusal, RefusalCode, pack
 def refusal_of(frame: Frame, code: str, message: str, retry_after_s: float | None = None) -> Frame:
     meta = pack(Refusal(code=str(code), message=message[:2000], retry_after_ms=int(1000 * (retry_after_s or 0))))
     return Frame(FrameType.REFUSAL, frame.session, frame.epoch, frame.step, meta=meta)
+
+
+def memory_in_s(error: PeerError | None) -> float | None:
+    """The pause after which the peer may have memory, if it has refused for want of that alone. None if not so."""
+    if isinstance(error, PeerRefused) and error.code == RefusalCode.BUSY:
+        return error.retry_after_s
+    return None
 
 
 def refusal_for(frame: Frame, error: PeerRefused | RemoteProtocolError) -> Frame:
