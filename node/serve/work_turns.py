@@ -47,7 +47,7 @@ class WorkTurns:
     async def take(self, account: Account, more_bytes: int, patience_s: float, longest_s: float) -> bool:
         """Let `account` grow, when it is its turn.
 
-        False if no step has ended for `patience_s`, and if its turn has not come after `longest_s`.
+        False if no step has ended for `patience_s`, or if its turn has not come after `longest_s`.
         """
         waiting = _Waiting(account, more_bytes, _path(account.scope))
         self._fair.wait(waiting.path, waiting)

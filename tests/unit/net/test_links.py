@@ -273,8 +273,10 @@ async def test_a_forgotten_session_frees_its_kv_and_its_link_lives(exact_worker:
     async with served(exact_worker, serve=impatient) as swarm, open_network([], POLICY) as network:
         link, session = await network.dial(swarm.address), session_id()
         assert (await answer_to(link, open_frame(session))).type is FrameType.OPENED
+        exact_worker.forward_s = 2 * impatient.session_idle_s
+        assert (await answer_to(link, step_frame(session, 0, 0))).type is FrameType.RESULT, "nobody idles meanwhile"
         await exact_worker.until_empty()
-        assert (await refusal_to(link, step_frame(session, 0, 0))).code == RefusalCode.UNKNOWN_SESSION
+        assert (await refusal_to(link, step_frame(session, 1, 1))).code == RefusalCode.UNKNOWN_SESSION
 
 
 @in_trio
