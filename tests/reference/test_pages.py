@@ -6,6 +6,7 @@ torch's documentation says of it, recordings by a trace, and a GPU by tensors th
 
 from __future__ import annotations
 
+import inspect
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from llmnode.compute.kv import KVForm, SequenceKV
 from llmnode.compute.load_executor import load_executor
 from llmnode.compute.own_attention import replace_own_attention
 from llmnode.compute.paged_executor import PagedExecutor
-from llmnode.compute.pages import PagePool, lay_out
+from llmnode.compute.pages import FLASH_DTYPES, PagePool, lay_out
 from llmnode.core.operations import Close, Fork, Open, Resize, Slice, Truncate
 from llmnode.core.span import Span
 from llmnode.errors import LocalProtocolError
@@ -376,8 +377,11 @@ def test_a_gpu_computes_the_same_by_flash_attention_and_recorded_steps(
     assert all(((ours - theirs).norm() / theirs.norm()) < most for ours, theirs in zip(found, expected, strict=True))
     lines = said.take()
     if case not in BY_THEMSELVES:
-        assert lines == []
-        assert on_gpu._pool.flash and on_gpu._forwards._recorded
+        takes_pages = "block_table" in inspect.signature(torch_varlen.varlen_attn).parameters  # since torch 2.12
+        by_flash = dtype in FLASH_DTYPES
+        assert len(lines) == (by_flash and not takes_pages), lines
+        assert on_gpu._pool.flash == (by_flash and takes_pages)
+        assert on_gpu._forwards._recorded
 
 
 def _llama(path: Path) -> ModelFolder:
