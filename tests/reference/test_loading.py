@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmnode.compute.loading import SpanLoader, Wanted
 from llmnode.core.span import Span
 from llmnode.errors import ConfigError
 from llmnode.models.size import MEMORY_SHARE, PEERS_BYTES, measure_size
-from reference.small import BLOCKS, KV_TOKENS, make_model, open_saved
+from reference.small import BLOCKS, KV_TOKENS, cut, make_model, open_saved
 from reference.test_narrow import rounded_to_4_bits
 
 if TYPE_CHECKING:
@@ -25,6 +26,27 @@ pytestmark = pytest.mark.reference
 SPAN = Span(1, 4)
 CASES = ["llama", "gpt2"]
 """One has a blueprint; the other is cut out of transformers."""
+
+
+class Draws(TorchDispatchMode):
+    """Collects the shapes of tensors for which normal numbers are drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[torch.Size] = []
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:  # Any: torch's own
+        if func.overloadpacket is torch.ops.aten.normal_:
+            self.shapes.append(args[0].shape)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_numbers_are_drawn_for_weights_that_files_have(case: str, tmp_path: Path) -> None:
+    make_model(case, tied=False).save_pretrained(tmp_path)
+    with Draws() as draws:
+        cut(open_saved(tmp_path), (0, BLOCKS))
+    assert draws.shapes == []
 
 
 def loader_of(

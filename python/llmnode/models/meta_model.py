@@ -6,6 +6,7 @@ import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from llmnode.errors import ModelError
 from llmnode.models.sources.damage import one_line
@@ -53,7 +54,7 @@ def without_weights(
         )
     known = "eager" if family.own_attention else attention
     try:
-        with init_empty_weights(include_buffers=False):
+        with init_empty_weights(include_buffers=False), _NothingDrawn():
             model = (kind or AutoModelForCausalLM).from_config(
                 config, dtype=dtype, attn_implementation=known, trust_remote_code=False
             )
@@ -64,6 +65,24 @@ def without_weights(
         ) from error
     model.config._attn_implementation = attention  # by which the decoder knows whether to make a mask
     return model.eval()  # dropout is for training
+
+
+class _NothingDrawn(TorchFunctionMode):
+    """In its context, in this thread alone, no normal numbers are drawn for parameters without storage.
+
+    transformers initializes each parameter. Torch does that in Python if there is no storage, and it takes most of the
+    time of making a model.
+    """
+
+    def __torch_function__(
+        self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:  # Any: as torch calls it, for any of its functions
+        given = kwargs or {}
+        if getattr(func, "__name__", None) == "normal_":  # that of torch or of transformers
+            tensor = args[0] if args else given["tensor"]
+            if tensor.is_meta:
+                return tensor
+        return func(*args, **given)
 
 
 def remove_entry(decoder: Any, family: Family) -> None:  # Any: likewise, from here on
