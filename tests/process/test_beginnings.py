@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +13,7 @@ import llmnode
 from llmnode.client.beginnings import beginnings
 from llmnode.client.connect import aconnect
 from llmnode.core.span import Span
+from process import here
 from process.described import described, positions
 
 if TYPE_CHECKING:
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
-GENERATE = [sys.executable, "-P", "-m", "llmnode.node", "generate", "--json"]
 SHARED = (
     "You are a clerk in the town hall, who answers what people ask in a few friendly and simple words. Somebody asks:"
 )
@@ -35,8 +33,8 @@ NEW_TOKENS = 8
 
 def generated(peers: Sequence[str], prompts: Path, *options: str) -> list[dict[str, Any]]:
     """The JSON that `llmnode generate` prints for each text."""
-    command = [*GENERATE, "--prompts", str(prompts), "--max-new-tokens", str(NEW_TOKENS), *options, "--peers"]
-    done = subprocess.run([*command, *peers], capture_output=True, text=True, timeout=100, check=False)
+    command = ["generate", "--json", "--prompts", str(prompts), "--max-new-tokens", str(NEW_TOKENS), *options]
+    done = here.llmnode(*command, "--peers", *peers)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
