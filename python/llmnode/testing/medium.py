@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from llmnode.core.ids import NO_SESSION
+from llmnode.testing.clock import Alarm
 from llmnode.wire.frame import LINK_VERSIONS
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class Medium:
         self._direct = trio.Event()  # two that were not
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = count()
-        self._sooner = trio.Event()
+        self._alarm = Alarm()
         self._sessions: dict[SessionId, int] = {NO_SESSION: 0}
 
     def between(self, sender: PeerId, receiver: PeerId) -> Conditions:
@@ -75,15 +76,13 @@ class Medium:
 
     def call_at(self, when_s: float, act: Callable[[], None]) -> None:
         if not self._agenda or when_s < self._agenda[0][0]:
-            self._sooner.set()
+            self._alarm.ring()
         heapq.heappush(self._agenda, (when_s, next(self._numbers), act))
 
     async def run(self) -> None:
         """Do what is on the agenda, each in its time, until cancelled."""
         while True:
-            self._sooner = trio.Event()
-            with trio.CancelScope(deadline=self._agenda[0][0] if self._agenda else math.inf):
-                await self._sooner.wait()
+            await self._alarm.wait_until(self._agenda[0][0] if self._agenda else math.inf)
             now_s = trio.current_time()
             while self._agenda and self._agenda[0][0] <= now_s:
                 _, _, act = heapq.heappop(self._agenda)

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import trio
 import trio._core._run
-from trio.testing import MockClock
 
 from llmnode.errors import single_error
+from llmnode.testing.clock import SimulatedClock
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
@@ -45,7 +45,7 @@ def simulate(main: Callable[[], Awaitable[Answer]], *, seed: int = 0) -> Answer:
     token = _facts.set(facts)
     try:
         with _decided_by(seed), single_error():
-            return trio.run(_leaving_no_task, main, clock=MockClock(autojump_threshold=0))
+            return trio.run(_leaving_no_task, main, clock=SimulatedClock())
     except BaseException as error:
         for fact in facts:
             error.add_note(fact)
