@@ -124,6 +124,11 @@ class SessionCache(DynamicCache):
     def layers(self, _none: Layers) -> None:
         """transformers sets it to none at first."""
 
+    @property
+    def is_compileable(self) -> bool:
+        """No layer is. transformers, which asks at every token, would have all of them made for that."""
+        return False
+
     def __copy__(self) -> NoReturn:
         raise ConfigError("caches cannot share sessions: use copy.deepcopy, which has the servers copy the KV")
 
@@ -313,6 +318,8 @@ class SessionCache(DynamicCache):
         """
         if not sources or not all(0 <= source < self.rows for source in sources):
             raise ConfigError(f"{list(sources)} cannot be the rows of a cache that has {self.rows} of them")
+        if list(sources) == list(range(self.rows)):
+            return
         before = list(self._sessions)
         sessions = sessions_of_rows(sources, self.kinds)
         with ExitStack() as failed:  # else a caller that keeps the exception would keep the new sessions open

@@ -35,6 +35,8 @@ async def run_rows(
 
     Raises SessionLost.
     """
+    if len(sessions) == 1:  # a nursery would cost much of a decode's time
+        return [None if states is None else await run_blocks(sessions[0], states) for states in hidden]
     outputs: list[torch.Tensor | None] = [None] * len(sessions)
     hops = max(len(session.route) for session in sessions)
     at_once = AtOnce(_under_way([states for states in hidden if states is not None], hops))

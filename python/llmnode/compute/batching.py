@@ -239,8 +239,9 @@ class BatchingWorker:
                 call.wake()
                 if call.is_done or not call.is_wanted:
                     self._remove(ticket)
-        is_cancelled = trio.current_effective_deadline() == -inf  # then the next leader begins: ours may not be wanted
-        if self._scheduler.has_work and not is_cancelled and self._scheduler.waits_until_s(self._clock()) is None:
+        if not self._scheduler.has_work or trio.current_effective_deadline() == -inf:
+            return  # if we are cancelled, our call may not be wanted, so the next leader begins
+        if self._scheduler.waits_until_s(self._clock()) is None:
             self._begin()
 
 

@@ -79,6 +79,8 @@ def unpack_error(message: Message) -> Exception:
 def input_bytes(work: Work) -> int:
     """The size of the numbers that go to the process."""
     hidden = [each.hidden for each in (*work.slices, *work.passes)]
+    if not work.operations and not work.passes:
+        return sum(memoryview(each).nbytes for each in hidden)
     gradients = [each.gradient for each in work.passes if isinstance(each, Backward)]
     weights = [each.weights for each in work.operations if isinstance(each, Adopt)]
     opened = [each for each in work.operations if isinstance(each, Open)]
@@ -89,6 +91,8 @@ def input_bytes(work: Work) -> int:
 def output_bytes(work: Work, row_bytes: int) -> int:
     """The size of the numbers that come back; `row_bytes` is that of one position."""
     positions = sum(each.length for each in work.slices if each.end is None)
+    if not work.passes:
+        return row_bytes * positions
     backwards = [each for each in work.passes if isinstance(each, Backward)]
     trained_bytes = sum(FP32_BYTES * each.adapter_values + each.prompts.size_bytes for each in backwards)
     return row_bytes * (positions + sum(each.positions for each in work.passes)) + trained_bytes

@@ -93,8 +93,6 @@ class NarrowEmbedding(_NarrowWeight, torch.nn.Embedding):  # type: ignore[overri
         """Raises IndexError for a token that there is not."""
         if not self.is_narrow:
             return torch.nn.Embedding.forward(self, tokens)
-        if tokens.numel() and tokens.min() < 0:
-            raise IndexError("index out of range in self")  # as torch has it, where rows are not counted from the end
         return self.layer.rows(tokens)
 
 

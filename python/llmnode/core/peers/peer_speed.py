@@ -26,7 +26,12 @@ class PeerSpeed:
 
         Not shorter for fewer: most of a short step may be the way there.
         """
-        return max((took_s * max(1.0, positions / known) for known, took_s in self._took), default=None)
+        slowest_s = None
+        for known, took_s in self._took:
+            scaled_s = took_s * positions / known if positions > known else took_s
+            if slowest_s is None or scaled_s > slowest_s:
+                slowest_s = scaled_s
+        return slowest_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -298,6 +298,9 @@ class Scheduler:
 
         To order those after it, each counts as given to its end.
         """
+        if len(ready) < 2:  # nobody takes turns
+            yield from ((self._rank(each.lane, now_s), each) for each in ready)
+            return
         turns = Turns(self._counters)
         lanes: dict[_Lane, deque[_Queued]] = {}
         for queued in ready:

@@ -49,8 +49,11 @@ class HalfLinear(torch.nn.Module):
         return _in_parts(x, self, lambda some, out: out.copy_(self.weight[some]))
 
     def rows(self, which: torch.Tensor) -> torch.Tensor:
-        """Weights of the outputs `which`, of any shape: (*which.shape, inputs)."""
-        return self.weight[which].float()
+        """Weights of the outputs `which`, of any shape: (*which.shape, inputs).
+
+        Raises IndexError for an output that there is not, also below 0.
+        """
+        return torch.embedding(self.weight, which).float()
 
 
 class Q4Linear(torch.nn.Module):
@@ -83,10 +86,10 @@ class Q4Linear(torch.nn.Module):
 
     def rows(self, which: torch.Tensor) -> torch.Tensor:
         """The same as `HalfLinear.rows`."""
-        pairs = self.codes[which].unflatten(-1, (-1, _GROUP // 2))
-        step, least = self.levels[which].split(1, dim=-1)
-        weights: torch.Tensor = torch.cat((pairs & 15, pairs >> 4), dim=-1) * step + least
-        return weights.flatten(-2)
+        codes, levels = torch.embedding(self.codes, which), torch.embedding(self.levels.flatten(1), which)
+        weights = torch.empty(*which.shape, self.inputs)
+        _native.widen(("q4", codes.numpy(), levels.numpy()), weights.numpy())
+        return weights
 
     def _widened(self, some: slice, out: torch.Tensor) -> torch.Tensor:
         # By this thread: torch's, which wait for work, hold the other cores.
@@ -123,8 +126,10 @@ class Q8Linear(torch.nn.Module):
 
     def rows(self, which: torch.Tensor) -> torch.Tensor:
         """The same as `HalfLinear.rows`."""
-        weights: torch.Tensor = self.codes[which].unflatten(-1, (-1, _GROUP)) * self.steps[which].unsqueeze(-1)
-        return weights.flatten(-2)
+        codes, steps = torch.embedding(self.codes, which), torch.embedding(self.steps, which)
+        weights = torch.empty(*which.shape, self.inputs)
+        _native.widen(("q8", codes.numpy(), steps.numpy()), weights.numpy())
+        return weights
 
     def _widened(self, some: slice, out: torch.Tensor) -> torch.Tensor:
         _native.widen(("q8", self.codes[some].numpy(), self.steps[some].numpy()), out.numpy())
