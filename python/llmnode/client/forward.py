@@ -114,8 +114,12 @@ def run(
 
 def scores(ends: SharedEnds, ran: Ran, kept: ScoredColumns, vocabulary: int) -> torch.Tensor:
     """The scores (rows, columns, vocabulary) at the columns `kept`; zeros for padding."""
-    found = [torch.zeros(len(columns), vocabulary) for columns in kept.columns]
     wanted = _real_columns(ran, kept)
+    if len(ran.firsts) == 1 and wanted and wanted[0][1].all():  # nothing to put together: copies cost a decode much
+        with only_row(ran.by_row, 0):
+            scored = ends.logits(wanted[0][2])
+        return scored[None] if kept.are_apart else scored
+    found = [torch.zeros(len(columns), vocabulary) for columns in kept.columns]
     longest = max((len(states) for _, _, states in wanted), default=1)
     together = 1 if ran.by_row else max(1, MOST_ROWS // max(1, longest))
     for start in range(0, len(wanted), together):
