@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.attention.varlen as torch_varlen
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from llmnode.compute.attention import ATTENTION
 from llmnode.compute.own_attention import replace_own_attention
@@ -67,14 +68,36 @@ def record_by_tracing(
     A replay repeats torch's operations on the same memory. A number that Python has read keeps its value. A number that
     Python would have to read from a tensor cannot be recorded.
     """
-    graph = make_fx(function)(hidden, numbers)
+    with _Tape() as tape:
+        output = function(hidden, numbers)
+    return partial(tape.replay, output)
 
-    def replay() -> torch.Tensor:
-        made = graph(hidden, numbers)
-        assert isinstance(made, torch.Tensor)
+
+class _Tape(TorchDispatchMode):
+    """Notes torch's operations, with the tensors that go in and come out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._steps: list[tuple[Any, Any, Any]] = []  # Any: operations, arguments and results, as torch has them
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:  # Any: torch's own signature
+        if torch.Tag.data_dependent_output in func.tags:
+            raise RuntimeError(f"{func} gives Python a number")
+        given = (args, kwargs or {})
+        made = func(*given[0], **given[1])
+        self._steps.append((func, given, made))
         return made
 
-    return replay
+    def replay(self, output: torch.Tensor) -> torch.Tensor:
+        """Repeat all operations. Returns the tensor that takes the place of `output`."""
+        anew: dict[int, torch.Tensor] = {}  # by those of the recording, which live as long as the tape
+        for func, given, made in self._steps:
+            args, kwargs = tree_map_only(torch.Tensor, lambda each: anew.get(id(each), each), given)
+            results = tree_leaves(func(*args, **kwargs))
+            anew.update((id(old), new) for old, new in zip(tree_leaves(made), results, strict=True))
+        return anew[id(output)]
 
 
 class AsInCapture(TorchDispatchMode):
