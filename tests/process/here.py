@@ -13,21 +13,23 @@ import sys
 import traceback
 from contextlib import contextmanager
 from subprocess import CompletedProcess
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 from unittest.mock import patch
 
 import torch
 
-from llmnode.node import cli
+from bench import __main__ as benchmarks
+from llmnode.node import cli, commands
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
 
 def llmnode(*arguments: str) -> CompletedProcess[str]:
-    """Runs the command line `llmnode ARGUMENTS`."""
-    return _completed(["llmnode", *arguments], lambda: cli.main(arguments))
+    """Runs the command line `llmnode ARGUMENTS`; a benchmark, too."""
+    with patch.object(commands.bench, "start", _become_the_benchmark):
+        return _completed(["llmnode", *arguments], lambda: cli.main(arguments))
 
 
 def program(file: Path, *arguments: str) -> CompletedProcess[str]:
@@ -38,6 +40,12 @@ def program(file: Path, *arguments: str) -> CompletedProcess[str]:
         return 0
 
     return _completed([str(file), *arguments], run)
+
+
+def _become_the_benchmark(argv: Sequence[str]) -> NoReturn:
+    """Stands for `commands.bench.start`, which replaces its process."""
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(commands.bench.TESTS), os.environ.get("PYTHONPATH")]))
+    raise SystemExit(benchmarks.main(argv))
 
 
 def _completed(command: list[str], run: Callable[[], int]) -> CompletedProcess[str]:
