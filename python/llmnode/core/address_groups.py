@@ -6,6 +6,7 @@ import ipaddress
 from functools import lru_cache
 
 
+@lru_cache(maxsize=4096)
 def address_groups(address: str) -> tuple[str, str]:
     """The network that one owner is likely to have at hand, and the narrower one within which it is one machine.
 

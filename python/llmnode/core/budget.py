@@ -156,22 +156,26 @@ class Scope:
         around = self.around
         for scope in around:
             limit = scope._limits.get(resource)
-            if scope.is_closed or (limit is not None and scope.held[resource] + amount > limit):
+            if scope.is_closed or (limit is not None and scope.held.get(resource, 0) + amount > limit):
                 return scope
         for scope in around:
-            scope.held[resource] += amount
+            held = scope.held
+            held[resource] = held.get(resource, 0) + amount  # `held[resource]` would ask Counter, in Python, for a 0
         return None
 
     def release(self, resource: Resource, amount: int) -> None:
         """Give back what was reserved. A scope that is closed has given it back already."""
         if self.is_closed:
             return
-        if not 0 <= amount <= self.held[resource]:
-            raise LocalProtocolError(f"{self!r} gives back {amount} {resource.value}, and holds {self.held[resource]}")
-        around = self.around
-        for scope in around:
-            scope.held[resource] -= amount
-        around[-1]._note_release()
+        own = self.held.get(resource, 0)
+        if not 0 <= amount <= own:
+            raise LocalProtocolError(f"{self!r} gives back {amount} {resource.value}, and holds {own}")
+        self.held[resource] = own - amount
+        widest = self
+        for widest in self._outside:
+            widest.held[resource] -= amount
+        if widest._watchers:
+            widest._note_release()
 
     def watch(self, note: Callable[[], None]) -> None:
         """Have `note` called once, when something of the process has been given back. It returns at once."""
@@ -275,9 +279,9 @@ class Budget:
     """All scopes of a process."""
 
     def __init__(self, policy: BudgetPolicy) -> None:
-        self._policy = policy
+        self._limits = {kind: limits_of(policy, kind) for kind in Kind}
         self._numbers = count(1)
-        self.process = Scope(None, Kind.PROCESS, "this process", limits_of(policy, Kind.PROCESS))
+        self.process = Scope(None, Kind.PROCESS, "this process", self._limits[Kind.PROCESS])
 
     def connection(self, address: str, peer: PeerId | None = None) -> Scope:
         """A new scope for a connection. The peer is at an IP address, or at what else tells where it is.
@@ -288,7 +292,7 @@ class Budget:
         group, host = address_groups(address)
         for kind, name in ((Kind.GROUP, group), (Kind.HOST, host), (Kind.PEER, peer)):
             if name is not None:
-                scope = scope.share(kind, name, limits_of(self._policy, kind))
+                scope = scope.share(kind, name, self._limits[kind])
         scope = scope.open(Kind.CONNECTION, peer or "half-open")
         scope.number = next(self._numbers)
         return scope
@@ -302,7 +306,7 @@ class Budget:
         around = self.process
         for kind in (Kind.GROUP, Kind.HOST, Kind.PEER):
             if kind in names:
-                around = around.share(kind, names[kind], limits_of(self._policy, kind))
+                around = around.share(kind, names[kind], self._limits[kind])
         return around
 
 
