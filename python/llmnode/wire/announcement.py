@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,9 @@ _PEER_ID_CHARACTERS = 100
 _SIGNATURE_BYTES = 64
 _PACKED_BYTES = 16
 """A packed entry of a NEWS payload is at most this much larger than its parts."""
+KEPT = 64
+"""The number of announcements that are kept as they were read: several neighbours pass the same one on within seconds.
+None is larger than `SwarmPolicy.announcement_bytes`."""
 NOTHING: Mapping[PeerId, int] = MappingProxyType({})
 """The sequence numbers of a peer that has no announcements."""
 
@@ -58,7 +62,7 @@ class News:
         """
         for body, signature in self.pairs:
             try:
-                yield unpack_announcement(body, signature)
+                yield _read_lately(body, signature)
             except RemoteProtocolError as error:
                 yield error
 
@@ -150,6 +154,9 @@ def unpack_announcement(body: Buffer, signature: Buffer) -> SignedAnnouncement:
     )
     signed = SignedBody(bytes(body), bytes(signature))
     return SignedAnnouncement(announcement, signed, version_1.form_of(fields, ignored, signed))
+
+
+_read_lately = lru_cache(maxsize=KEPT)(unpack_announcement)
 
 
 def sequences_for(version: int | None, announcements: Iterable[SignedAnnouncement]) -> dict[PeerId, int]:
