@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 EXACT_MODEL = ModelInfo("exact", b"d" * 32, blocks=6, hidden_size=2, context_tokens=200)
 """Small, and right to the bit."""
 
+_FINITE = np.uint8(0x3F)
+"""The bits of a number's last byte that are left: it is finite then, and below 2."""
+
 
 def exact_output(
     hidden: bytes, span: Span, adapter: Mapping[int, bytes] | None = None, prompts: Sequence[bytes] = ()
@@ -33,7 +36,9 @@ def exact_output(
             values = values.copy()
             values[: len(prompts[index])] += np.frombuffer(prompts[index], np.uint8)
         shift = (block + _key(adapter, block)) % 256
-        values = _small(np.cumsum(values, dtype=np.uint8) + np.uint8(shift))
+        values = np.add.accumulate(values, dtype=np.uint8)  # a copy
+        values += np.uint8(shift)
+        values[3::4] &= _FINITE
     return values.tobytes()
 
 
@@ -108,5 +113,5 @@ def exact_input(rng: random.Random, positions: int, model: ModelInfo = EXACT_MOD
 def _small(values: np.ndarray) -> np.ndarray:
     """The same bytes, but for two bits of each number, so that it is a finite number below 2."""
     values = values.copy()
-    values[3::4] &= 0x3F
+    values[3::4] &= _FINITE
     return values
