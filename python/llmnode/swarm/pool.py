@@ -126,6 +126,9 @@ class ConnectionPool:
 
     async def _dial(self, addresses: Sequence[str]) -> PeerConnection:
         """The first connection that opens. The next address is tried before the last has failed (as in RFC 8305)."""
+        if len(addresses) == 1:
+            with single_error():
+                return await self._open(addresses[0])
         in_order = sorted(addresses, key=_is_relayed)
         opened: list[PeerConnection] = []
         errors: dict[str, PeerError | ConfigError] = {}
@@ -166,11 +169,13 @@ class ConnectionPool:
         link = await self.network.dial(address, is_heard=True)
         async with open_connection(link) as connection:
             task_status.started(connection)
-            async with trio.open_nursery() as nursery:
-                if connection.relayed:
+            if connection.relayed:
+                async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._better, connection, address)
+                    await connection.wait_ended()
+                    nursery.cancel_scope.cancel()
+            else:
                 await connection.wait_ended()
-                nursery.cancel_scope.cancel()
         self._passing.discard(connection)
         if self._opened.get(connection.peer) is connection:
             del self._opened[connection.peer]
