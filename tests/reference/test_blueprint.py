@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from llmnode.errors import ModelError
+from llmnode.models import blueprint
 from llmnode.models.blueprint import kept_blueprint
 from llmnode.models.draw_blueprint import blueprint_of, plan_of
 from llmnode.models.sources.checkpoint import CONFIG_FILE
@@ -97,6 +98,7 @@ def test_that_of_another_version_of_transformers_is_not_used(tmp_path: Path, mon
     make_model("llama", tied=True).save_pretrained(tmp_path)
     assert blueprint_of(open_saved(tmp_path)) == kept_blueprint(tmp_path / CONFIG_FILE) is not None
     monkeypatch.setattr("importlib.metadata.version", lambda _distribution: "6.0.0")
+    monkeypatch.setattr(blueprint, "_transformers_version", blueprint._transformers_version.__wrapped__)
     assert kept_blueprint(tmp_path / CONFIG_FILE) is None
 
 

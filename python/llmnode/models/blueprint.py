@@ -11,6 +11,7 @@ import importlib.metadata
 import json
 import logging
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,8 +75,14 @@ def keep_blueprint(config: Path, drawn: Blueprint) -> None:
 def _file_of(config: Path) -> Path:
     """The file's name says everything that the blueprint follows from. Raises OSError if there is no such config."""
     identity = hashlib.sha256(config.read_bytes())
-    identity.update(f"{_FORMAT} {importlib.metadata.version('transformers')}".encode())
+    identity.update(f"{_FORMAT} {_transformers_version()}".encode())
     return cache_folder("blueprints", f"{identity.hexdigest()}.json")
+
+
+@cache
+def _transformers_version() -> str:
+    """It is read once, since it takes milliseconds: its file has the whole description of transformers."""
+    return importlib.metadata.version("transformers")
 
 
 def _shapes(described: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
