@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +26,6 @@ from llmnode.models.tensors import from_bytes, to_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
     from llmnode.core.ids import AdapterId
 
@@ -186,6 +189,25 @@ def make_model(case: str, *, tied: bool, seed: int = 0, **options: Any) -> Any: 
         else:
             parameter.copy_(1.5 * noise * parameter.shape[-1] ** -0.5)
     return model
+
+
+def save_model(path: Path, case: str, *, tied: bool, **options: Any) -> None:  # Any: likewise
+    """Save `make_model(case, tied=tied, **options)` in `path`. Many tests save the same model, which is made once."""
+    path.mkdir(parents=True, exist_ok=True)
+    files, generator = _saved(case, tied, json.dumps(options))
+    for name, content in files.items():
+        (path / name).write_bytes(content)
+    torch.set_rng_state(generator)
+
+
+@lru_cache(maxsize=128)  # of less than a megabyte each
+def _saved(case: str, tied: bool, options: str) -> tuple[dict[str, bytes], torch.Tensor]:
+    """The files by their names, and the state of torch's generator after the model was made."""
+    model = make_model(case, tied=tied, **json.loads(options))
+    generator = torch.get_rng_state()
+    with TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return {file.name: file.read_bytes() for file in Path(folder).iterdir()}, generator
 
 
 @dataclass

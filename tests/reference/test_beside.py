@@ -18,7 +18,7 @@ from llmnode.core.span import Span
 from llmnode.models.size import MEMORY_SHARE, PEERS_BYTES
 from llmnode.models.tensors import from_bytes, to_bytes
 from reference.lora import adopt, digest
-from reference.small import HIDDEN_SIZE, KV_TOKENS, make_model, session
+from reference.small import HIDDEN_SIZE, KV_TOKENS, save_model, session
 from reference.test_lora import made_part
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ NEAR = 1e-5
 
 
 def opened(path: Path, case: str, **wanted: Any) -> SpanLoader:  # Any: its own
-    make_model(case, tied=True).save_pretrained(path)
+    save_model(path, case, tied=True)
     loader = SpanLoader(Wanted(str(path), kv_tokens=KV_TOKENS, device="cpu", **wanted), print)
     loader.open_model()
     return loader

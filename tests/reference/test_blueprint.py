@@ -19,7 +19,7 @@ from llmnode.models import blueprint
 from llmnode.models.blueprint import kept_blueprint
 from llmnode.models.draw_blueprint import blueprint_of, plan_of
 from llmnode.models.sources.checkpoint import CONFIG_FILE
-from reference.small import BLOCKS, VOCABULARY, cut, deviation, make_model, open_saved, session
+from reference.small import BLOCKS, VOCABULARY, cut, deviation, make_model, open_saved, save_model, session
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -52,7 +52,7 @@ print(bytes(output).hex())
 
 @pytest.mark.parametrize("case", ["llama-yarn", "mistral", "qwen2", "qwen3-window", "smollm3"])
 def test_it_is_drawn_once_and_kept(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_model(case, tied=False).save_pretrained(tmp_path)
+    save_model(tmp_path, case, tied=False)
     drawn, info = blueprint_of(open_saved(tmp_path)), open_saved(tmp_path).info
     assert drawn is not None and (len(drawn.blocks), drawn.hidden_size) == (BLOCKS, info.hidden_size)
     monkeypatch.setattr("llmnode.models.draw_blueprint.without_weights", None)
@@ -66,7 +66,7 @@ def test_it_is_drawn_once_and_kept(case: str, tmp_path: Path, monkeypatch: pytes
 def test_a_second_start_needs_no_transformers_no_compiler_and_computes_the_same(
     tmp_path: Path, blueprints: Path
 ) -> None:
-    make_model("qwen3", tied=False).save_pretrained(tmp_path / "model")
+    save_model(tmp_path / "model", "qwen3", tied=False)
     folder = open_saved(tmp_path / "model")
     whole = cut(folder, (0, BLOCKS))
     expected = whole.forward({session(0): TOKENS})[session(0)]
@@ -85,7 +85,7 @@ def test_a_second_start_needs_no_transformers_no_compiler_and_computes_the_same(
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b'{"blocks": []}', b'{"blocks": [{"shapes": 1}]}'])
 def test_one_that_cannot_be_read_is_drawn_anew(content: bytes, tmp_path: Path, blueprints: Path) -> None:
-    make_model("llama", tied=True, hidden_act="relu").save_pretrained(tmp_path)
+    save_model(tmp_path, "llama", tied=True, hidden_act="relu")
     before = {*blueprints.rglob("*.json")}
     drawn = blueprint_of(open_saved(tmp_path))
     for kept in {*blueprints.rglob("*.json")} - before:
@@ -95,7 +95,7 @@ def test_one_that_cannot_be_read_is_drawn_anew(content: bytes, tmp_path: Path, b
 
 
 def test_that_of_another_version_of_transformers_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_model("llama", tied=True).save_pretrained(tmp_path)
+    save_model(tmp_path, "llama", tied=True)
     assert blueprint_of(open_saved(tmp_path)) == kept_blueprint(tmp_path / CONFIG_FILE) is not None
     monkeypatch.setattr("importlib.metadata.version", lambda _distribution: "6.0.0")
     monkeypatch.setattr(blueprint, "_transformers_version", blueprint._transformers_version.__wrapped__)
@@ -105,7 +105,7 @@ def test_that_of_another_version_of_transformers_is_not_used(tmp_path: Path, mon
 def test_without_a_place_to_keep_it_a_model_is_loaded_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_model("llama", tied=True, rms_norm_eps=1e-4).save_pretrained(tmp_path)
+    save_model(tmp_path, "llama", tied=True, rms_norm_eps=1e-4)
     monkeypatch.setattr("llmnode.models.blueprint.cache_folder", Mock(side_effect=PermissionError))
     whole = cut(open_saved(tmp_path), (0, BLOCKS))
     assert whole.forward({session(0): TOKENS})[session(0)].isfinite().all()
@@ -128,7 +128,7 @@ def test_what_transformers_computes_otherwise_than_we_know_is_refused(
 ) -> None:
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    make_model("llama", tied=False, rms_norm_eps=1e-2).save_pretrained(tmp_path)
+    save_model(tmp_path, "llama", tied=False, rms_norm_eps=1e-2)
     theirs: Any = LlamaRotaryEmbedding.forward
     monkeypatch.setattr(
         LlamaRotaryEmbedding, "forward", lambda *given, **named: [2 * each for each in theirs(*given, **named)]

@@ -27,7 +27,7 @@ from llmnode.models.sources.checkpoint import (
 )
 from llmnode.models.text.tokenizer import load_tokenizer
 from reference.folder_faults import PAGE, POINTER
-from reference.small import cut, make_model, open_saved, session
+from reference.small import cut, make_model, open_saved, save_model, session
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -85,7 +85,7 @@ def _by_us(folder: Path, named: str | None) -> list[str] | None:
 
 def test_what_is_left_over_changes_neither_digest_nor_sizes_nor_weights(tmp_path: Path) -> None:
     make_model("llama", tied=False, seed=1).save_pretrained(tmp_path / "model", max_shard_size="60KB")  # the older one
-    make_model("llama", tied=False).save_pretrained(tmp_path / "alone")
+    save_model(tmp_path / "alone", "llama", tied=False)
     for file in (SINGLE_FILE, CONFIG_FILE):
         (tmp_path / "model" / file).write_bytes((tmp_path / "alone" / file).read_bytes())
     (tmp_path / "model" / "model.fp16.safetensors").write_bytes(b"not read")
@@ -141,7 +141,7 @@ def test_a_folder_without_weights_for_us_says_what_it_has_and_what_to_do(name: s
 
 
 def test_an_adapter_beside_its_model_is_not_left_out(tmp_path: Path) -> None:
-    make_model("llama", tied=True).save_pretrained(tmp_path)
+    save_model(tmp_path, "llama", tied=True)
     (tmp_path / ADAPTER_FILE).write_text("{}")
     with pytest.raises(
         ModelError, match=r"beside the model, and llmnode runs none: merge it .* or move adapter_config"
@@ -150,7 +150,7 @@ def test_an_adapter_beside_its_model_is_not_left_out(tmp_path: Path) -> None:
 
 
 def test_a_distributed_checkpoint_is_not_left_out(tmp_path: Path) -> None:
-    make_model("llama", tied=True).save_pretrained(tmp_path)
+    save_model(tmp_path, "llama", tied=True)
     (tmp_path / "shard-00001-model-00001-of-00001.safetensors").write_bytes(b"")
     with pytest.raises(
         ModelError, match=r"a distributed checkpoint .*: load the model once with transformers and save"
@@ -204,7 +204,7 @@ def test_what_stands_in_the_place_of_a_file_is_told(name: str, file: str, tmp_pa
 def test_a_file_of_another_length_than_its_header_says_is_told(
     change: Callable[[bytes], bytes], says: str, tmp_path: Path
 ) -> None:
-    make_model("gpt2", tied=True).save_pretrained(tmp_path)
+    save_model(tmp_path, "gpt2", tied=True)
     (tmp_path / SINGLE_FILE).write_bytes(change((tmp_path / SINGLE_FILE).read_bytes()))
     with pytest.raises(ModelError, match=f"model.safetensors {says}"):
         open_saved(tmp_path)
@@ -226,7 +226,7 @@ def test_a_file_of_another_length_than_its_header_says_is_told(
     ],
 )
 def test_a_config_that_is_not_known_is_refused_in_a_line(content: bytes, says: str, tmp_path: Path) -> None:
-    make_model("gpt2", tied=True).save_pretrained(tmp_path)
+    save_model(tmp_path, "gpt2", tied=True)
     (tmp_path / CONFIG_FILE).write_bytes(content)
     with pytest.raises(ModelError, match=says) as raised:
         load_span(open_saved(tmp_path), Span(0, 1), "sdpa")
@@ -234,7 +234,7 @@ def test_a_config_that_is_not_known_is_refused_in_a_line(content: bytes, says: s
 
 
 def test_a_link_to_what_is_gone_is_told(tmp_path: Path) -> None:
-    make_model("gpt2", tied=True).save_pretrained(tmp_path)
+    save_model(tmp_path, "gpt2", tied=True)
     (tmp_path / CONFIG_FILE).unlink()
     (tmp_path / CONFIG_FILE).symlink_to("../blobs/c0ffee")
     with pytest.raises(ModelError, match=r"config\.json is a link to a file that is gone \(\.\./blobs/c0ffee\)"):
@@ -245,7 +245,7 @@ def test_what_may_not_be_read_is_told(tmp_path: Path, monkeypatch: pytest.Monkey
     def refuse(*_arguments: object, **_options: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    make_model("gpt2", tied=True).save_pretrained(tmp_path)
+    save_model(tmp_path, "gpt2", tied=True)
     with monkeypatch.context() as patched:
         patched.setattr("pathlib.Path.read_bytes", refuse)
         with pytest.raises(ModelError, match=r"config\.json cannot be read: Permission denied"):
@@ -274,7 +274,7 @@ def test_a_path_may_have_any_letters(place: str, tmp_path: Path, monkeypatch: py
 
 
 def test_a_tokenizer_that_is_not_the_file_itself_is_told(tmp_path: Path) -> None:
-    make_model("gpt2", tied=True).save_pretrained(tmp_path)
+    save_model(tmp_path, "gpt2", tied=True)
     for content, says in ((POINTER, "git lfs pull"), (PAGE, "is a web page"), ("", "is empty")):
         (tmp_path / "tokenizer.json").write_text(content)
         with pytest.raises(ModelError, match=rf"tokenizer\.json .*{says}"):
@@ -335,7 +335,7 @@ def test_a_model_without_its_head_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn, torch.bool])
 def test_weights_that_are_no_floats_are_refused(dtype: torch.dtype, tmp_path: Path) -> None:
-    make_model("llama", tied=False).save_pretrained(tmp_path)
+    save_model(tmp_path, "llama", tied=False)
     tensors: dict[str, torch.Tensor] = dict(load_file(tmp_path / SINGLE_FILE))
     name = "model.layers.1.mlp.up_proj.weight"
     save_file({**tensors, name: tensors[name].to(dtype)}, tmp_path / SINGLE_FILE, {"format": "pt"})
@@ -345,7 +345,7 @@ def test_weights_that_are_no_floats_are_refused(dtype: torch.dtype, tmp_path: Pa
 
 
 def test_more_blocks_than_tensors_are_not_made(tmp_path: Path) -> None:
-    make_model("llama", tied=False).save_pretrained(tmp_path)
+    save_model(tmp_path, "llama", tied=False)
     _change(tmp_path, num_hidden_layers=10**9)
     assert "tells of 1000000000 blocks, and all files together have" in _refused(tmp_path)
 
@@ -357,7 +357,7 @@ def test_more_blocks_than_tensors_are_not_made(tmp_path: Path) -> None:
 def test_sizes_that_do_not_fit_each_other_are_told_when_blocks_are_loaded(
     case: str, change: dict[str, Any], tmp_path: Path
 ) -> None:
-    make_model(case, tied=False).save_pretrained(tmp_path)
+    save_model(tmp_path, case, tied=False)
     _change(tmp_path, **change)
     if case == "llama":
         with safe_open(tmp_path / SINGLE_FILE, "pt") as opened:

@@ -16,7 +16,17 @@ from llmnode.models.families import FAMILIES
 from llmnode.models.ropes import KNOWN_ROPES
 from llmnode.models.sources.checkpoint import CONFIG_FILE
 from llmnode.models.sources.folder import read_config
-from reference.small import BLOCKS, VOCABULARY, cut, deviation, family_of_case, make_model, open_saved, session
+from reference.small import (
+    BLOCKS,
+    VOCABULARY,
+    cut,
+    deviation,
+    family_of_case,
+    make_model,
+    open_saved,
+    save_model,
+    session,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -115,7 +125,7 @@ def _write_config(case: str, path: Path, change: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("length", [None, 0, -1, "64", 6.4])
 def test_a_config_without_a_length_is_refused(length: object, tmp_path: Path) -> None:
-    make_model("llama", tied=True).save_pretrained(tmp_path)
+    save_model(tmp_path, "llama", tied=True)
     config = json.loads((tmp_path / CONFIG_FILE).read_text())
     (tmp_path / CONFIG_FILE).write_text(json.dumps({**config, "max_position_embeddings": length}))
     with pytest.raises(ModelError, match="max_position_embeddings"):
@@ -166,7 +176,7 @@ def test_every_position_of_it_is_exact(case: str, kind: str, tmp_path: Path) -> 
 
 
 def test_a_prompt_beyond_it_is_refused_with_the_reason(tmp_path: Path) -> None:
-    make_model("llama", tied=True, max_position_embeddings=16, **EXACT["longrope"]).save_pretrained(tmp_path)
+    save_model(tmp_path, "llama", tied=True, max_position_embeddings=16, **EXACT["longrope"])
     info = open_saved(tmp_path).info
     assert check_length(8, 4, info) == 12
     with pytest.raises(ConfigError, match=r"context of 12 \(beyond it .* 'longrope', change .*: shorten the prompt"):

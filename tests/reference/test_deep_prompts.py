@@ -15,7 +15,7 @@ from llmnode.core.operations import NO_PROMPTS, Backward, DeepPrompts, Evaluate,
 from llmnode.core.span import Span
 from llmnode.models.tensors import from_bytes, to_bytes
 from reference.paged import load_paged
-from reference.small import HIDDEN_SIZE, KV_TOKENS, make_model, open_saved
+from reference.small import HIDDEN_SIZE, KV_TOKENS, open_saved, save_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,7 +59,7 @@ def _plain(executor: SpanExecutor, states: torch.Tensor, lengths: tuple[int, ...
 def test_a_batch_with_and_without_prompts_gives_what_autograd_gives(
     case: str, held: dict[str, Any], tmp_path: Path
 ) -> None:
-    make_model(case, tied=True).save_pretrained(tmp_path)
+    save_model(tmp_path, case, tied=True)
     executor = load_executor(open_saved(tmp_path), Span(0, 5), KV_TOKENS, **held)
     evaluates, backwards, outputs, gradients = [], [], [], []
     for seed, (lengths, rows) in enumerate(zip(LENGTHS, ROWS, strict=True)):
@@ -89,7 +89,7 @@ def test_a_session_adds_its_prompts_whatever_its_slices_are(
     case: str, load: Callable[..., SpanExecutor], tmp_path: Path
 ) -> None:
     """Beside one without prompts, through some blocks at a time, and after a rollback and a copy."""
-    make_model(case, tied=True).save_pretrained(tmp_path)
+    save_model(tmp_path, case, tied=True)
     folder = open_saved(tmp_path)
     executor = load(folder, Span(0, 5), **({"kv_tokens": KV_TOKENS} if load is load_executor else {}))
     prompted, plain, copy = (SessionId(bytes([number]) * 16) for number in range(3))

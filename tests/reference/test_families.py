@@ -21,6 +21,7 @@ from reference.small import (
     kv_bytes,
     make_model,
     open_saved,
+    save_model,
     session,
 )
 
@@ -73,7 +74,7 @@ def test_scores_are_those_of_the_whole_model(
 
 @pytest.mark.parametrize("case", CONFIGS)
 def test_a_position_takes_the_kv_that_was_measured(case: str, tmp_path: Path) -> None:
-    make_model(case, tied=True).save_pretrained(tmp_path)
+    save_model(tmp_path, case, tied=True)
     folder = open_saved(tmp_path)
     whole = cut(folder, (0, BLOCKS))
     whole.forward({session(1): [1, 2, 3]})

@@ -27,6 +27,7 @@ from reference.small import (
     family_of_case,
     make_model,
     open_saved,
+    save_model,
     session,
 )
 
@@ -140,7 +141,7 @@ def test_of_a_file_that_is_read_little_stays_in_memory_beside_the_copies(
 
 
 def test_the_classic_layout_of_mixtral_is_what_transformers_saves(tmp_path: Path) -> None:
-    make_model("mixtral", tied=False).save_pretrained(tmp_path)
+    save_model(tmp_path, "mixtral", tied=False)
     stored = open_saved(tmp_path).files.keys()
     assert {f"model.layers.0.block_sparse_moe.experts.3.w{part}.weight" for part in (1, 2, 3)} <= stored
     assert "model.layers.0.block_sparse_moe.gate.weight" in stored
@@ -163,7 +164,7 @@ def test_a_span_opens_no_shard_but_those_of_its_blocks(tmp_path: Path) -> None:
     "missing", ["model.layers.1.mlp.experts.4.up_proj.weight", "model.layers.1.input_layernorm.weight"]
 )
 def test_an_incomplete_folder_is_refused(missing: str, tmp_path: Path) -> None:
-    make_model("qwen2_moe", tied=False).save_pretrained(tmp_path)
+    save_model(tmp_path, "qwen2_moe", tied=False)
     with safe_open(tmp_path / SINGLE_FILE, "pt") as opened:
         tensors = {name: opened.get_tensor(name) for name in opened.keys() if name != missing}  # noqa: SIM118
         assert len(tensors) == len(opened.keys()) - 1
@@ -199,13 +200,13 @@ def test_half_precision_on_disk_is_computed_in_the_dtype_asked_for(
 
 @pytest.mark.parametrize("case", ["gpt2", "opt-projected", "gemma3_text"])
 def test_info_knows_the_size_by_whatever_name(case: str, tmp_path: Path) -> None:
-    make_model(case, tied=True).save_pretrained(tmp_path)
+    save_model(tmp_path, case, tied=True)
     info = open_saved(tmp_path).info
     assert (info.blocks, info.hidden_size, info.context_tokens) == (BLOCKS, HIDDEN_SIZE, 128)
 
 
 def test_what_bloom_was_made_for_is_known_though_its_configs_do_not_say(tmp_path: Path) -> None:
-    make_model("bloom", tied=True).save_pretrained(tmp_path)
+    save_model(tmp_path, "bloom", tied=True)
     assert open_saved(tmp_path).info.context_tokens == 2048
 
 
@@ -235,7 +236,7 @@ def test_what_bloom_was_made_for_is_known_though_its_configs_do_not_say(tmp_path
     ],
 )
 def test_what_we_cannot_do_right_is_refused(case: str, change: dict[str, Any], reason: str, tmp_path: Path) -> None:
-    make_model(case, tied=True).save_pretrained(tmp_path)
+    save_model(tmp_path, case, tied=True)
     _change_config(tmp_path, **change)
     with pytest.raises(ModelError, match=reason) as raised:
         open_saved(tmp_path)
@@ -263,7 +264,7 @@ def _change_config(path: Path, **change: Any) -> None:
     ],
 )
 def test_an_index_leads_to_files_of_the_folder_alone(weight_map: Any, reason: str, tmp_path: Path) -> None:
-    make_model("llama", tied=True).save_pretrained(tmp_path)
+    save_model(tmp_path, "llama", tied=True)
     (tmp_path / SINGLE_FILE).unlink()
     (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map, "metadata": {}}))
     with pytest.raises(ModelError, match=reason) as raised:

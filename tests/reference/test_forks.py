@@ -20,8 +20,8 @@ from reference.small import (
     VOCABULARY,
     Cut,
     cut,
-    make_model,
     open_saved,
+    save_model,
     session,
 )
 
@@ -48,7 +48,7 @@ SOURCE, COPY, FRESH = session(0), session(1), session(2)
 def sliced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Cut:
     case, kv = request.param
     path = tmp_path_factory.mktemp(case)
-    make_model(case, tied=False).save_pretrained(path)
+    save_model(path, case, tied=False)
     return cut(open_saved(path), (0, 2, BLOCKS), kv=kv)
 
 
@@ -105,7 +105,7 @@ def test_what_is_shared_is_not_copied_again_and_is_there(through: Cut) -> None:
 
 
 def test_a_copy_of_more_than_there_is_or_of_other_blocks_is_our_bug(tmp_path: Path) -> None:
-    make_model("llama", tied=False).save_pretrained(tmp_path)
+    save_model(tmp_path, "llama", tied=False)
     through = cut(open_saved(tmp_path), (0, BLOCKS))
     (executor,) = through.executors
     run_singly(through, SOURCE, PROMPT[:3])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from llmnode.models.weights.matmul_choice import MOST_BITS, turned
-from reference.small import BLOCKS, FUSED, cut, make_model, open_saved, session
+from reference.small import BLOCKS, FUSED, cut, make_model, open_saved, save_model, session
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,7 +36,7 @@ def test_no_forward_of_transformers_runs(case: str, tmp_path: Path, monkeypatch:
 def test_a_few_rows_are_multiplied_in_the_form_that_was_found_fastest(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_model(case, tied=False).save_pretrained(tmp_path)
+    save_model(tmp_path, case, tied=False)
     folder, tokens = open_saved(tmp_path), [3, 1, 4, 1, 5]
     monkeypatch.setattr("llmnode.models.load.native_blocks", lambda *_: None)  # which multiplies in its own
     expected = cut(folder, (0, BLOCKS)).forward({session(0): tokens})[session(0)]

@@ -20,7 +20,7 @@ from llmnode.models.meta_model import run_embedded
 from llmnode.models.tensors import from_bytes, to_bytes
 from llmnode.models.weights.packed_linear import found_narrow
 from llmnode.models.weights.quantized import Int8Linear, NF4Linear
-from reference.small import BLOCKS, CONFIGS, HIDDEN_SIZE, KV_TOKENS, VOCABULARY, make_model, open_saved
+from reference.small import BLOCKS, CONFIGS, HIDDEN_SIZE, KV_TOKENS, VOCABULARY, make_model, open_saved, save_model
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -97,7 +97,7 @@ def test_gradients_are_those_of_the_whole_model(case: str, tmp_path: Path) -> No
 )
 @pytest.mark.parametrize("case", ["llama", "gpt2", "bloom", "gemma2"])
 def test_to_compute_blocks_again_changes_no_bit(case: str, held: dict[str, Any], tmp_path: Path) -> None:
-    make_model(case, tied=True).save_pretrained(tmp_path)
+    save_model(tmp_path, case, tied=True)
     executor = load_executor(open_saved(tmp_path), Span(1, BLOCKS), KV_TOKENS, **held)
     sequences = [_drawn(length, HIDDEN_SIZE, seed=length) for length in LENGTHS]
     wanted = [_drawn(length, HIDDEN_SIZE, seed=-length) for length in LENGTHS]
@@ -118,7 +118,7 @@ def test_to_compute_blocks_again_changes_no_bit(case: str, held: dict[str, Any],
 
 @pytest.mark.parametrize("case", ["llama", "bloom"])
 def test_sequences_do_not_change_each_other(case: str, tmp_path: Path) -> None:
-    make_model(case, tied=True).save_pretrained(tmp_path)
+    save_model(tmp_path, case, tied=True)
     executor = load_executor(open_saved(tmp_path), Span(0, 2), KV_TOKENS)
     sequences = [_drawn(length, HIDDEN_SIZE, seed=length) for length in LENGTHS]
     together = gradients_of(executor.model, executor.span, sequences, sequences).states
@@ -150,7 +150,7 @@ def test_gradients_go_through_weights_in_fewer_bits(levels: int) -> None:
 
 
 def test_an_executor_does_passes_of_several_clients_together(tmp_path: Path) -> None:
-    make_model("llama", tied=True).save_pretrained(tmp_path)
+    save_model(tmp_path, "llama", tied=True)
     executor = load_executor(open_saved(tmp_path), Span(0, 3), KV_TOKENS)
     span = Span(1, 3)
     sequences = [_drawn(length, HIDDEN_SIZE, seed=length) for length in LENGTHS]

@@ -30,7 +30,7 @@ from llmnode.models.sources.identity import hub_weights
 from llmnode.models.text.tokenizer import load_tokenizer
 from llmnode.net.invite import Invite, read_invite, write_invite
 from reference.hub import NAME, Hub, Repository, new_caches, save_sharded, sha256, the_hub
-from reference.small import BLOCKS, VOCABULARY, cut, deviation, make_model, session
+from reference.small import BLOCKS, VOCABULARY, cut, deviation, make_model, save_model, session
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -249,7 +249,7 @@ def test_the_tokenizer_and_what_belongs_to_it_comes_with_the_model(hub: Hub, sav
 
 @pytest.mark.parametrize("breaks", [1, 3])
 def test_a_broken_connection_is_resumed(hub: Hub, breaks: int, tmp_path: Path) -> None:
-    make_model("llama", tied=False).save_pretrained(tmp_path / "saved")
+    save_model(tmp_path / "saved", "llama", tied=False)
     hub.repositories[NAME] = repository = Repository.of(tmp_path / "saved")
     lines: list[str] = []
     folder = open_model(NAME, lines.append)
@@ -279,7 +279,7 @@ load_span(open_model("org/small", lambda line: print(line, flush=True)), Span(0,
 
 def test_a_killed_download_goes_on_where_it_was(hub: Hub, tmp_path: Path) -> None:
     """Also: in a process of its own, all is found by the environment alone."""
-    make_model("llama", tied=False).save_pretrained(tmp_path / "saved")
+    save_model(tmp_path / "saved", "llama", tied=False)
     hub.repositories[NAME] = repository = Repository.of(tmp_path / "saved")
     hub.cut, hub.stall = [100_000], True
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "LLMNODE_"))}

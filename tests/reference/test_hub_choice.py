@@ -17,7 +17,7 @@ from llmnode.models.sources.checkpoint import ADAPTER_FILE, CONFIG_FILE, INDEX_F
 from llmnode.models.sources.folder import open_folder
 from llmnode.models.sources.identity import hub_weights
 from reference.hub import NAME, Hub, Repository, save_sharded, sha256, the_hub
-from reference.small import make_model
+from reference.small import make_model, save_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,7 +33,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One file, beside an older index and its shards."""
     path = save_sharded(tmp_path_factory.mktemp("saved"))
     newer = tmp_path_factory.mktemp("newer")
-    make_model("llama", tied=False, seed=1).save_pretrained(newer)
+    save_model(newer, "llama", tied=False, seed=1)
     (path / SINGLE_FILE).write_bytes((newer / SINGLE_FILE).read_bytes())
     return path
 

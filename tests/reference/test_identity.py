@@ -16,7 +16,7 @@ from llmnode.errors import ModelError
 from llmnode.models.open_model import open_model
 from llmnode.models.sources import file_digests, identity
 from llmnode.models.sources.checkpoint import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, shard_names
-from reference.small import make_model
+from reference.small import make_model, save_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.reference
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    make_model("llama", tied=False, seed=0).save_pretrained(tmp_path / "llama")
+    save_model(tmp_path / "llama", "llama", tied=False, seed=0)
     return tmp_path / "llama"
 
 
@@ -120,7 +120,7 @@ def test_other_weights_in_a_folder_of_the_same_name_are_another_model_and_the_di
 
 
 def test_another_layout_is_no_variant(saved: Path, tmp_path: Path) -> None:
-    make_model("llama", tied=True, seed=0).save_pretrained(tmp_path / "tied")
+    save_model(tmp_path / "tied", "llama", tied=True, seed=0)
     assert not is_variant(_digest(saved), _digest(tmp_path / "tied"))
 
 

@@ -23,7 +23,7 @@ from llmnode.models.draw_blueprint import blueprint_of
 from llmnode.models.load import load_span
 from llmnode.models.sources.folder import ModelFolder
 from llmnode.models.weights import quantized_cache as kept_module
-from reference.small import BLOCKS, KV_TOKENS, Cut, cut, make_model, open_saved, session
+from reference.small import BLOCKS, KV_TOKENS, Cut, cut, open_saved, save_model, session
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -60,7 +60,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> ModelFolder:
-    make_model("llama", tied=True).save_pretrained(tmp_path / "model")
+    save_model(tmp_path / "model", "llama", tied=True)
     return open_saved(tmp_path / "model")
 
 
@@ -108,7 +108,7 @@ def forbid(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 def test_a_second_load_quantizes_nothing_and_is_the_same_to_the_bit(
     case: str, quant: str, dtype: torch.dtype, tmp_path: Path, forbid: Callable[[], None]
 ) -> None:
-    make_model(case, tied=True).save_pretrained(tmp_path / "model")
+    save_model(tmp_path / "model", case, tied=True)
     folder = open_saved(tmp_path / "model")
     first = cut(folder, (0, BLOCKS), dtype, quant=quant)
     forbid()
@@ -339,7 +339,7 @@ def test_the_longest_unused_goes_first_and_what_is_not_ours_stays(
         file.write_bytes(b"1")
     usage = shutil.disk_usage("/")
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage._replace(free=4 * kept_bytes))
-    make_model("llama", tied=True, num_hidden_layers=3).save_pretrained(tmp_path / "small")
+    save_model(tmp_path / "small", "llama", tied=True, num_hidden_layers=3)
     small = open_saved(tmp_path / "small")
     _state(small, span=Span(0, 3))
     assert {file.parent for file in _files(cache)} == {file.parent for file in theirs}, "it may be in use"

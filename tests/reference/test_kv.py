@@ -29,8 +29,8 @@ from reference.small import (
     Cut,
     cut,
     kv_bytes,
-    make_model,
     open_saved,
+    save_model,
     session,
 )
 
@@ -108,7 +108,7 @@ def test_memory_that_is_given_back_and_comes_later_changes_nothing(
 @pytest.mark.parametrize("case", OF_EACH_KIND)
 @torch.inference_mode()
 def test_tokens_do_not_depend_on_chunks_company_and_history(case: str, tmp_path: Path) -> None:
-    make_model(case, tied=True).save_pretrained(tmp_path)
+    save_model(tmp_path, case, tied=True)
     folder = open_saved(tmp_path)
     exact = cut(folder, (0, BLOCKS)).forward({session(0): TOKENS})[session(0)]
     for form in OTHER_KV:
@@ -126,7 +126,7 @@ def test_tokens_do_not_depend_on_chunks_company_and_history(case: str, tmp_path:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @torch.inference_mode()
 def test_a_position_in_8_bits_takes_what_was_measured_in_any_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
-    make_model("llama", tied=True).save_pretrained(tmp_path)
+    save_model(tmp_path, "llama", tied=True)
     folder = open_saved(tmp_path)
     taken = []
     for form in (KVForm("int8"), KVForm("int8", CPU)):
@@ -146,7 +146,7 @@ def test_a_position_in_8_bits_takes_what_was_measured_in_any_dtype(dtype: torch.
 @pytest.mark.parametrize("case", ["llama", "gemma3_text"])
 @torch.inference_mode()
 def test_blocks_on_a_gpu_compute_the_same_with_kv_on_the_cpu(case: str, dtype: str, tmp_path: Path) -> None:
-    make_model(case, tied=True).save_pretrained(tmp_path)
+    save_model(tmp_path, case, tied=True)
     folder = open_saved(tmp_path)
     rows = torch.randn(20, 64, generator=torch.Generator().manual_seed(0))
     made = []

@@ -12,7 +12,7 @@ from llmnode.compute.loading import SpanLoader, Wanted
 from llmnode.core.span import Span
 from llmnode.errors import ConfigError
 from llmnode.models.size import MEMORY_SHARE, PEERS_BYTES, measure_size
-from reference.small import BLOCKS, KV_TOKENS, cut, make_model, open_saved
+from reference.small import BLOCKS, KV_TOKENS, cut, make_model, open_saved, save_model
 from reference.test_narrow import rounded_to_4_bits
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Draws(TorchDispatchMode):
 
 @pytest.mark.parametrize("case", CASES)
 def test_no_numbers_are_drawn_for_weights_that_files_have(case: str, tmp_path: Path) -> None:
-    make_model(case, tied=False).save_pretrained(tmp_path)
+    save_model(tmp_path, case, tied=False)
     with Draws() as draws:
         cut(open_saved(tmp_path), (0, BLOCKS))
     assert draws.shapes == []
@@ -71,7 +71,7 @@ def kv_and_log(size: ModelSize) -> int:
 def test_a_span_and_its_kv_must_fit_to_the_byte(
     case: str, precision: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_model(case, tied=True).save_pretrained(tmp_path)
+    save_model(tmp_path, case, tied=True)
     asked = {"dtype": "float32", "quant": "none", "kv_dtype": "same", **precision}
     dtype = getattr(torch, asked["dtype"])
     size = measure_size(open_saved(tmp_path), dtype, asked["quant"], asked["kv_dtype"])
@@ -84,7 +84,7 @@ def test_a_span_and_its_kv_must_fit_to_the_byte(
 
 
 def test_so_must_kv_that_was_asked_for_as_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_model("llama", tied=True).save_pretrained(tmp_path)
+    save_model(tmp_path, "llama", tied=True)
     free = 100 << 20
     assert loader_of(tmp_path, monkeypatch, free, kv_memory="90%").load(SPAN).executor.kv_tokens_free() > KV_TOKENS
     for amount, why in (("100%", "do not fit: 100 MiB are free"), ("0.001MB", "holds no position of blocks")):
@@ -93,7 +93,7 @@ def test_so_must_kv_that_was_asked_for_as_memory(tmp_path: Path, monkeypatch: py
 
 
 def test_kv_that_nobody_asked_for_is_as_much_as_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_model("llama", tied=True).save_pretrained(tmp_path)
+    save_model(tmp_path, "llama", tied=True)
     size, said = measure_size(open_saved(tmp_path)), list[str]()
     weights = len(SPAN) * size.block_bytes
 
@@ -113,7 +113,7 @@ def test_kv_that_nobody_asked_for_is_as_much_as_fits(tmp_path: Path, monkeypatch
 
 
 def test_after_a_worker_that_was_lost_the_weights_must(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_model("llama", tied=True).save_pretrained(tmp_path)
+    save_model(tmp_path, "llama", tied=True)
     needed = len(SPAN) * measure_size(open_saved(tmp_path)).block_bytes
     loader = loader_of(tmp_path, monkeypatch, needed, is_announced=True)
     assert loader.load(SPAN).executor.kv_tokens_free() == KV_TOKENS
@@ -143,7 +143,7 @@ def test_weights_that_may_need_few_bits_are_looked_at_only_before_they_are_refus
 
 
 def test_what_is_chosen_for_what_is_free_fits_into_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_model("llama", tied=True).save_pretrained(tmp_path)
+    save_model(tmp_path, "llama", tied=True)
     size = measure_size(open_saved(tmp_path))
     one = size.block_bytes + KV_TOKENS * (size.kv_token_bytes + size.log_token_bytes)
     for free in range(int(one / MEMORY_SHARE) + 1, BLOCKS * 2 * one, one // 3):
@@ -156,7 +156,7 @@ def test_what_is_chosen_for_what_is_free_fits_into_it(tmp_path: Path, monkeypatc
 
 
 def test_a_device_that_runs_out_of_memory_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_model("llama", tied=True).save_pretrained(tmp_path)
+    save_model(tmp_path, "llama", tied=True)
 
     def load_executor(*_asked: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory, as told")
@@ -172,7 +172,7 @@ def test_blocks_are_told_as_they_are_read(
     case: str, quant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("llmnode.models.weights.read_progress.TOLD_EVERY_S", 0.0)
-    make_model(case, tied=True).save_pretrained(tmp_path)
+    save_model(tmp_path, case, tied=True)
     lines: list[str] = []
     loader_of(tmp_path, monkeypatch, 1 << 30, lines.append, quant=quant).load(SPAN)
     assert [line.split(" in ")[0] for line in lines] == [f"read {read} of 3 blocks" for read in (1, 2, 3)]

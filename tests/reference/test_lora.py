@@ -21,7 +21,7 @@ from llmnode.models.fused import FusedSpan
 from llmnode.models.lora import Lora, matrices, targets_of, values_of
 from llmnode.models.tensors import from_bytes, to_bytes
 from reference.lora import FURTHEST, adopt, digest, error
-from reference.small import HIDDEN_SIZE, KV_TOKENS, make_model, open_saved
+from reference.small import HIDDEN_SIZE, KV_TOKENS, open_saved, save_model
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -69,7 +69,7 @@ class Plain:
 )
 @pytest.mark.parametrize("case", ["llama", "gpt2"])
 def test_weights_of_any_form_get_the_update_and_give_gradients(case: str, held: dict[str, Any], tmp_path: Path) -> None:
-    make_model(case, tied=True).save_pretrained(tmp_path)
+    save_model(tmp_path, case, tied=True)
     folder, span = open_saved(tmp_path), Span(2, 4)
     ours, twin = (load_executor(folder, span, KV_TOKENS, **held) for _ in range(2))
     names = (
@@ -125,7 +125,7 @@ class Products(TorchDispatchMode):
 
 @pytest.mark.parametrize("case", ["llama", "gpt2"])
 def test_clients_with_adapters_of_their_own_share_the_products_of_the_frozen_weights(case: str, tmp_path: Path) -> None:
-    make_model(case, tied=True).save_pretrained(tmp_path)
+    save_model(tmp_path, case, tied=True)
     executor, span = load_executor(open_saved(tmp_path), Span(1, 3), KV_TOKENS), Span(1, 3)
     names = ["self_attn.q_proj", "mlp.down_proj"] if case == "llama" else ["attn.c_attn", "mlp.c_fc"]
     part = made_part(executor, 1, names)
@@ -149,7 +149,7 @@ def test_clients_with_adapters_of_their_own_share_the_products_of_the_frozen_wei
 @pytest.fixture(scope="module")
 def executor(tmp_path_factory: pytest.TempPathFactory) -> SpanExecutor:
     path = tmp_path_factory.mktemp("llama")
-    make_model("llama", tied=True).save_pretrained(path)
+    save_model(path, "llama", tied=True)
     return load_executor(open_saved(path), Span(1, 3), KV_TOKENS)
 
 

@@ -14,7 +14,7 @@ from llmnode.errors import LocalProtocolError
 from llmnode.models.lora import Lora, pack_part, read_part, targets_of, values_of
 from llmnode.models.native import _array
 from reference.lora import FURTHEST, adopt, digest, error
-from reference.small import BLOCKS, FUSED, KV_TOKENS, Cut, cut, make_model, open_saved, session
+from reference.small import BLOCKS, FUSED, KV_TOKENS, Cut, cut, open_saved, save_model, session
 from reference.test_native_blocks import counted, outputs, schedule
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def adopted(path: Path, edges: Sequence[int], quant: str = "none") -> Cut:
 
 @pytest.mark.parametrize("case", FUSED)
 def test_few_positions_with_adapters_and_many_agree(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_model(case, tied=False).save_pretrained(tmp_path)
+    save_model(tmp_path, case, tied=False)
     forwards = schedule(len(case))
     model = adopted(tmp_path, (0, 2, BLOCKS))
     taken = counted(model, monkeypatch)
@@ -71,7 +71,7 @@ def test_few_positions_with_adapters_and_many_agree(case: str, tmp_path: Path, m
 
 def test_weights_in_8_bits_have_adapters_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """But for inputs that the last bit of a sum takes to another step."""
-    make_model("qwen2", tied=False).save_pretrained(tmp_path)
+    save_model(tmp_path, "qwen2", tied=False)
     forwards = schedule(5)
     model = adopted(tmp_path, (0, BLOCKS), quant="int8")
     taken = counted(model, monkeypatch)
@@ -84,7 +84,7 @@ def test_weights_in_8_bits_have_adapters_too(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_decode_does_not_depend_on_the_adapters_of_its_mates_by_a_bit(tmp_path: Path) -> None:
-    make_model("llama", tied=False).save_pretrained(tmp_path)
+    save_model(tmp_path, "llama", tied=False)
     together, alone = adopted(tmp_path, (0, BLOCKS)), adopted(tmp_path, (0, BLOCKS))
     plain = cut(open_saved(tmp_path), (0, BLOCKS))
     chunks = {session(name): [name + 3, 5, name] for name in (3, 0, 1, 2)}
@@ -96,7 +96,7 @@ def test_a_decode_does_not_depend_on_the_adapters_of_its_mates_by_a_bit(tmp_path
 
 
 def test_a_part_that_was_sent_is_read_by_blocks_in_rust_where_it_is(tmp_path: Path) -> None:
-    make_model("llama", tied=False).save_pretrained(tmp_path)
+    save_model(tmp_path, "llama", tied=False)
     (executor,) = cut(open_saved(tmp_path), (0, BLOCKS)).executors
     part = read_part(pack_part(parts_of(executor, "one")[1]), targets_of(executor.model.blocks[1]), torch.device("cpu"))
     for lora in part.values():
@@ -105,7 +105,7 @@ def test_a_part_that_was_sent_is_read_by_blocks_in_rust_where_it_is(tmp_path: Pa
 
 
 def test_a_part_that_comes_later_counts_and_a_forgotten_adapter_does_not(tmp_path: Path) -> None:
-    make_model("llama", tied=False).save_pretrained(tmp_path)
+    save_model(tmp_path, "llama", tied=False)
     model = cut(open_saved(tmp_path), (0, BLOCKS))
     (executor,) = model.executors
     model.adapters.update({session(number): digest("one") for number in range(4)})

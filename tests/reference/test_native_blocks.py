@@ -17,7 +17,17 @@ from llmnode.errors import LocalProtocolError
 from llmnode.models.fused import FusedSpan
 from llmnode.models.native import MOST_POSITIONS, NativeBlocks, are_few, native_blocks
 from llmnode.models.tensors import to_bytes
-from reference.small import BLOCKS, FUSED, HIDDEN_SIZE, VOCABULARY, Cut, cut, make_model, open_saved, session
+from reference.small import (
+    BLOCKS,
+    FUSED,
+    HIDDEN_SIZE,
+    VOCABULARY,
+    Cut,
+    cut,
+    open_saved,
+    save_model,
+    session,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -63,7 +73,7 @@ def counted(model: Cut, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("case", FUSED)
 def test_few_positions_and_many_agree(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_model(case, tied=False).save_pretrained(tmp_path)
+    save_model(tmp_path, case, tied=False)
     folder, forwards = open_saved(tmp_path), schedule(len(case))
     model = cut(folder, (0, 2, BLOCKS))
     taken = counted(model, monkeypatch)
@@ -80,7 +90,7 @@ def test_few_positions_and_many_agree(case: str, tmp_path: Path, monkeypatch: py
 def test_a_few_positions_go_through_a_few_blocks_in_rust_and_come_to_the_same_by_a_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_model("llama", tied=False).save_pretrained(tmp_path)
+    save_model(tmp_path, "llama", tied=False)
     model = cut(open_saved(tmp_path), (0, BLOCKS))
     (executor,), states = model.executors, to_bytes(torch.randn(9, HIDDEN_SIZE))
     taken = counted(model, monkeypatch)
@@ -94,7 +104,7 @@ def test_a_few_positions_go_through_a_few_blocks_in_rust_and_come_to_the_same_by
 
 def test_weights_in_8_bits_agree_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """But for inputs that the last bit of a sum takes to another step."""
-    make_model("qwen2", tied=False).save_pretrained(tmp_path)
+    save_model(tmp_path, "qwen2", tied=False)
     folder, forwards = open_saved(tmp_path), schedule(5)
     model = cut(folder, (0, BLOCKS), quant="int8")
     taken = counted(model, monkeypatch)
@@ -108,7 +118,7 @@ def test_weights_in_8_bits_agree_too(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_keys_and_values_in_8_bits_agree_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each reads what the other has written, in turn; but for numbers in which the last bit of a sum grew."""
-    make_model("qwen3", tied=False).save_pretrained(tmp_path)
+    save_model(tmp_path, "qwen3", tied=False)
     folder, forwards, kv = open_saved(tmp_path), schedule(6), KVForm("int8")
     model = cut(folder, (0, BLOCKS), kv=kv)
     taken = counted(model, monkeypatch)
@@ -124,7 +134,7 @@ def test_keys_and_values_in_8_bits_agree_too(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("kv", [KVForm(), KVForm("int8")], ids=["as it is", "KV in int8"])
 def test_a_decode_does_not_depend_on_its_mates_by_a_bit(kv: KVForm, tmp_path: Path) -> None:
-    make_model("llama", tied=False).save_pretrained(tmp_path)
+    save_model(tmp_path, "llama", tied=False)
     folder = open_saved(tmp_path)
     together, alone = cut(folder, (0, BLOCKS), kv=kv), cut(folder, (0, BLOCKS), kv=kv)
     chunks = {session(name): [name + 3, 5, name] for name in range(12)}
@@ -151,7 +161,7 @@ def test_what_it_is_not_made_for_goes_through_torch(
     kv: KVForm,
     tmp_path: Path,
 ) -> None:
-    make_model("llama", tied=False, **changes).save_pretrained(tmp_path)
+    save_model(tmp_path, "llama", tied=False, **changes)
     model = cut(open_saved(tmp_path), (0, BLOCKS), dtype, quant=quant, kv=kv)
     assert model.executors[0].model.native is None
     assert torch.isfinite(model.forward({session(0): [3, 1, 4]})[session(0)]).all()
@@ -160,7 +170,7 @@ def test_what_it_is_not_made_for_goes_through_torch(
 def test_blocks_that_differ_and_processors_without_vectors_are_left_to_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_model("llama", tied=False).save_pretrained(tmp_path)
+    save_model(tmp_path, "llama", tied=False)
     span = cut(open_saved(tmp_path), (0, BLOCKS)).executors[0].model
     assert isinstance(span, FusedSpan)
     first: Any = span.blocks[0]
@@ -181,7 +191,7 @@ def test_decodes_alone_are_few_however_many() -> None:
 
 
 def test_a_piece_of_other_hidden_states_than_it_says_is_refused(tmp_path: Path) -> None:
-    make_model("llama", tied=False).save_pretrained(tmp_path)
+    save_model(tmp_path, "llama", tied=False)
     (executor,) = cut(open_saved(tmp_path), (0, BLOCKS)).executors
     assert executor.apply(Open(session(0), executor.span, 8))
     with pytest.raises(LocalProtocolError, match="another number of positions"):

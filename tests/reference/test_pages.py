@@ -41,6 +41,7 @@ from reference.small import (
     deviation,
     make_model,
     open_saved,
+    save_model,
     session,
 )
 
@@ -286,7 +287,7 @@ def test_all_that_a_forward_reads_is_on_the_gpu(
     case: str, form: KVForm | str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tensors that have a device, a shape and a dtype, but no numbers, go through all of it as on a GPU."""
-    make_model(case, tied=False).save_pretrained(tmp_path)
+    save_model(tmp_path, case, tied=False)
     folder = open_saved(tmp_path)
     no_numbers = without_numbers(folder, monkeypatch)
     whole, gpu = Span(0, BLOCKS), torch.device("cuda")
@@ -315,7 +316,7 @@ def test_all_that_a_forward_reads_is_on_the_gpu(
 def test_a_step_on_a_gpu_has_nothing_that_cannot_be_recorded(
     case: str, flash: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_model(case, tied=False).save_pretrained(tmp_path)
+    save_model(tmp_path, case, tied=False)
     folder, whole = open_saved(tmp_path), Span(0, BLOCKS)
     with without_numbers(folder, monkeypatch), torch.inference_mode():
         model = load_span(folder, whole, ATTENTION, torch.bfloat16, "cuda")
@@ -365,7 +366,7 @@ def test_what_was_not_used_for_longest_goes_for_new_recordings(tmp_path: Path, m
 def test_a_gpu_computes_the_same_by_flash_attention_and_recorded_steps(
     case: str, dtype: torch.dtype, tmp_path: Path, said: Said
 ) -> None:
-    make_model(case, tied=False).save_pretrained(tmp_path)
+    save_model(tmp_path, case, tied=False)
     folder = open_saved(tmp_path)
     tokens = torch.randint(VOCABULARY, (3, 48), generator=torch.Generator().manual_seed(1))
     on_gpu = load_executor(folder, Span(0, BLOCKS), 4000, dtype, "cuda")
@@ -385,7 +386,7 @@ def test_a_gpu_computes_the_same_by_flash_attention_and_recorded_steps(
 
 
 def _llama(path: Path) -> ModelFolder:
-    make_model("llama", tied=False).save_pretrained(path)
+    save_model(path, "llama", tied=False)
     return open_saved(path)
 
 

@@ -20,7 +20,7 @@ from llmnode.models.load import load_ends
 from llmnode.models.tensors import from_bytes, to_bytes
 from reference.lora import FURTHEST, adopt, digest, error
 from reference.peft_batch import TARGETS, Found, batch_for, learn_cut, learn_whole, parts_of, with_adapters
-from reference.small import BLOCKS, HIDDEN_SIZE, KV_TOKENS, VOCABULARY, make_model, open_saved, session
+from reference.small import BLOCKS, HIDDEN_SIZE, KV_TOKENS, VOCABULARY, make_model, open_saved, save_model, session
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -79,7 +79,7 @@ def test_a_client_without_weights_has_the_layers_that_peft_finds_in_the_whole_mo
 
 @pytest.mark.parametrize("options", [{}, {"fused": True}], ids=["plain", "fused"])
 def test_an_adapter_is_made_anew_only_when_a_matrix_has_changed(options: dict[str, bool], tmp_path: Path) -> None:
-    make_model("llama", tied=True).save_pretrained(tmp_path)
+    save_model(tmp_path, "llama", tied=True)
     folder = open_saved(tmp_path)
     adapters = BlockAdapters(folder.info.digest, absent_blocks(folder))
     blocks = torch.nn.ModuleList(adapters.blocks)

@@ -24,7 +24,7 @@ from llmnode.models.lora import Lora
 from llmnode.models.peft_folder import find_adapter, read_adapter, read_named
 from llmnode.models.sources.checkpoint import ADAPTER_FILE, ADAPTER_PICKLE_FILE, ADAPTER_WEIGHTS_FILE
 from reference.peft_batch import TARGETS, parts_of, with_adapters
-from reference.small import BLOCKS, HIDDEN_SIZE, make_model, open_saved
+from reference.small import BLOCKS, HIDDEN_SIZE, make_model, open_saved, save_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,7 +39,7 @@ NAME = "base_model.model.model.layers.3.self_attn.q_proj.lora_A.weight"
 
 def saved(case: str, path: Path, dtype: torch.dtype = torch.float32) -> tuple[ModelFolder, Any]:
     """A small model, and PEFT's over it with two adapters, which are saved in the folders `one` and `two`."""
-    make_model(case, tied=False).save_pretrained(path / "model")
+    save_model(path / "model", case, tied=False)
     folder = open_saved(path / "model")
     model = with_adapters(case, make_model(case, tied=False))
     for name, parameter in model.named_parameters():

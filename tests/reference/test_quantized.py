@@ -13,7 +13,18 @@ from llmnode.core.span import Span
 from llmnode.errors import ModelError
 from llmnode.models.size import measure_size
 from llmnode.models.weights.quantized import OUTLIER, Int8Linear, NF4Linear
-from reference.small import BLOCKS, CONFIGS, DENSE, EXPERTS, KV_TOKENS, VOCABULARY, cut, make_model, open_saved, session
+from reference.small import (
+    BLOCKS,
+    CONFIGS,
+    DENSE,
+    EXPERTS,
+    KV_TOKENS,
+    VOCABULARY,
+    cut,
+    open_saved,
+    save_model,
+    session,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -79,7 +90,7 @@ def test_an_outlier_does_not_coarsen_the_rest_of_its_row() -> None:
 @pytest.mark.parametrize("case", DENSE)
 @torch.inference_mode()
 def test_any_cut_and_company_is_the_same_model_and_as_small_as_said(case: str, quant: str, tmp_path: Path) -> None:
-    make_model(case, tied=True).save_pretrained(tmp_path)
+    save_model(tmp_path, case, tied=True)
     folder = open_saved(tmp_path)
     tokens = torch.randint(VOCABULARY, (2, 30), generator=torch.Generator().manual_seed(1)).tolist()
     whole, parts = cut(folder, (0, BLOCKS), quant=quant), cut(folder, (0, 1, 4, BLOCKS), quant=quant)
@@ -105,7 +116,7 @@ def test_any_cut_and_company_is_the_same_model_and_as_small_as_said(case: str, q
 
 @pytest.mark.parametrize("case", EXPERTS)
 def test_experts_are_refused_before_anything_is_read(case: str, tmp_path: Path) -> None:
-    make_model(case, tied=True).save_pretrained(tmp_path)
+    save_model(tmp_path, case, tied=True)
     folder = open_saved(tmp_path)
     for file in set(folder.files.values()):
         file.unlink()
@@ -121,7 +132,7 @@ def test_auto_is_for_whatever_can_be_quantized(
     case: str, fast: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("llmnode.models.weights.quantized.fast_quant", lambda _device: fast)
-    make_model(case, tied=True).save_pretrained(tmp_path)
+    save_model(tmp_path, case, tied=True)
     loader = SpanLoader(Wanted(str(tmp_path), quant="auto", device="cpu", kv_tokens=KV_TOKENS), print)
     assert loader.open_model().precision.name == ("float32" if case in EXPERTS else f"float32+{fast}")
     if case in EXPERTS:

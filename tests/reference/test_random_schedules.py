@@ -31,7 +31,7 @@ from llmnode.core.span import Span
 from llmnode.models.load import load_ends
 from llmnode.models.native import MOST_POSITIONS
 from llmnode.models.tensors import from_bytes, to_bytes
-from reference.small import BLOCKS, HIDDEN_SIZE, KV_TOKENS, VOCABULARY, make_model, open_saved, session
+from reference.small import BLOCKS, HIDDEN_SIZE, KV_TOKENS, VOCABULARY, open_saved, save_model, session
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -116,7 +116,7 @@ def test_any_schedule_is_exact(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
 ) -> None:
     name, most_in_rust = CASES[case]
-    make_model(name, tied=False).save_pretrained(tmp_path)
+    save_model(tmp_path, name, tied=False)
     folder = open_saved(tmp_path)
     monkeypatch.setattr("llmnode.models.native.MOST_POSITIONS", most_in_rust)
     with nullcontext() if most_in_rust else patch("llmnode.models.load.native_blocks", lambda *_: None):

@@ -31,6 +31,7 @@ from reference.small import (
     deviation,
     make_model,
     open_saved,
+    save_model,
     session,
 )
 
@@ -159,7 +160,7 @@ def test_sessions_over_different_parts_of_one_span_share_a_forward(case: str, tm
 @torch.inference_mode()
 def test_a_piece_may_go_through_its_blocks_in_several_forwards(case: str, tmp_path: Path) -> None:
     """Others are at other blocks beside it. Once it is given up half way."""
-    make_model(case, tied=False).save_pretrained(tmp_path)
+    save_model(tmp_path, case, tied=False)
     folder = open_saved(tmp_path)
     executor, ends = load_executor(folder, Span(0, BLOCKS), KV_TOKENS), load_ends(folder)
     ids = torch.randint(VOCABULARY, (41,), generator=torch.Generator().manual_seed(4)).tolist()

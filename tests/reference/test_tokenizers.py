@@ -15,7 +15,7 @@ from llmnode.models.load import load_ends
 from llmnode.models.sources.folder import open_folder
 from llmnode.models.text.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
 from llmnode.models.text.vocabulary import check_tokens
-from reference.small import make_model
+from reference.small import save_model
 from reference.tokenizers_of_all_kinds import KINDS
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ LFS = "is a pointer of git-lfs"
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole")
-    make_model("llama", tied=False).save_pretrained(folder)
+    save_model(folder, "llama", tied=False)
     KINDS["Llama 2"]().save_pretrained(folder)
     return folder
 
@@ -124,7 +124,7 @@ def test_what_a_tokenizer_config_leaves_open_is_null(path: Path, nothing: str) -
 
 @pytest.mark.parametrize("case", ["llama", "gpt2", "gemma2"])
 def test_a_token_that_the_embedding_does_not_have_is_named(case: str, tmp_path: Path) -> None:
-    make_model(case, tied=True).save_pretrained(tmp_path)
+    save_model(tmp_path, case, tied=True)
     ends = load_ends(open_folder(tmp_path, "small"))
     size = ends.embedding.config.vocab_size  # type: ignore[union-attr]  # of transformers
     assert ends.vocabulary == size
