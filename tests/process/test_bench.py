@@ -249,7 +249,7 @@ def test_routing_tries_every_route_and_takes_the_nearer_of_two_equal_servers() -
 
 def test_checkouts_compares_this_one_with_itself() -> None:
     root = Path(__file__).parents[2]
-    command = ["bench", "checkouts", str(root), "--thin", "--repeats", "2", "--tokens", "2", "--json"]
+    command = ["bench", "checkouts", str(root), "--thin", "--repeats", "1", "--tokens", "2", "--json"]
     done = here.llmnode(*command)
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(done.stdout.splitlines()[-1])["rows"]
