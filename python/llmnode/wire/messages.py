@@ -324,8 +324,8 @@ Message = TypeVar("Message", bound=AnyMessage)
 
 
 def pack(message: AnyMessage) -> bytes:
-    values = {name: getattr(message, name) for name in _CHECKS[type(message)]}
-    packed = msgpack.packb({name: value for name, value in values.items() if value is not None})
+    names = _CHECKS[type(message)]
+    packed = msgpack.packb({name: value for name in names if (value := getattr(message, name)) is not None})
     assert isinstance(packed, bytes)
     return packed
 
@@ -338,7 +338,8 @@ def unpack(kind: type[Message], meta: Buffer) -> Message:
     """
     values = read_map(kind.__name__, meta)
     message = _checked(kind, values)
-    if unknown := [name for name in values if name not in _CHECKS[kind]]:
+    if not values.keys() <= (known := _CHECKS[kind].keys()):
+        unknown = [name for name in values if name not in known]
         raise RemoteProtocolError(f"{kind.__name__}: unknown fields {reprlib.repr(unknown)}")
     if isinstance(message, (Description, OpenRequest, Neighbours, Pass)):
         _check_required(message)
@@ -360,16 +361,18 @@ def unpack_signed(kind: type[Message], body: Buffer) -> tuple[Message, Set[str]]
 
 def _checked(kind: type[Message], values: dict[Any, Any]) -> Message:  # Any: what a peer sends is not known yet
     """A `kind` of the fields that it has."""
-    checks = _CHECKS[kind]
-    for name, check in checks.items():
+    known = {}
+    for name, check in _CHECKS[kind].items():
         if name not in values:
             if name in _OPTIONAL[kind]:
                 continue
             raise RemoteProtocolError(f"{kind.__name__}.{name}: missing")
-        if not check(values[name]):
+        value = values[name]
+        if not check(value):
             # reprlib: the value may be nested deeper than repr can follow
-            raise RemoteProtocolError(f"{kind.__name__}.{name}: {reprlib.repr(values[name])} is not allowed")
-    return kind(**{name: values[name] for name in checks if name in values})
+            raise RemoteProtocolError(f"{kind.__name__}.{name}: {reprlib.repr(value)} is not allowed")
+        known[name] = value
+    return kind(**known)
 
 
 def _check_required(message: Extended) -> None:
