@@ -156,7 +156,9 @@ def unpack_announcement(body: Buffer, signature: Buffer) -> SignedAnnouncement:
     return SignedAnnouncement(announcement, signed, version_1.form_of(fields, ignored, signed))
 
 
-_read_lately = lru_cache(maxsize=KEPT)(unpack_announcement)
+@lru_cache(maxsize=KEPT)
+def _read_lately(body: bytes, signature: bytes) -> SignedAnnouncement:
+    return unpack_announcement(body, signature)
 
 
 def sequences_for(version: int | None, announcements: Iterable[SignedAnnouncement]) -> dict[PeerId, int]:
