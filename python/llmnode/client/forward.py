@@ -115,9 +115,9 @@ def run(
 def scores(ends: SharedEnds, ran: Ran, kept: ScoredColumns, vocabulary: int) -> torch.Tensor:
     """The scores (rows, columns, vocabulary) at the columns `kept`; zeros for padding."""
     wanted = _real_columns(ran, kept)
-    if len(ran.firsts) == 1 and wanted and wanted[0][1].all():  # nothing to put together: copies cost a decode much
+    if len(ran.firsts) == 1 and wanted and wanted[0][1].all():  # nothing is put together, and copies take long
         with only_row(ran.by_row, 0):
-            scored = ends.logits(wanted[0][2])
+            scored = ends.logits(wanted[0][2]).clone()  # else transformers could not change scores in place
         return scored[None] if kept.are_apart else scored
     found = [torch.zeros(len(columns), vocabulary) for columns in kept.columns]
     longest = max((len(states) for _, _, states in wanted), default=1)
