@@ -19,7 +19,6 @@ from llmnode.core.model import AUTO, wish_named
 from llmnode.core.operations import NO_PROMPTS, DeepPrompts
 from llmnode.core.policy import ClientPolicy, LinkPolicy
 from llmnode.errors import ConfigError, single_error
-from llmnode.models.embedded import open_embedded
 from llmnode.models.generation_config import generation_config
 from llmnode.models.load import load_ends
 from llmnode.models.open_model import open_model
@@ -211,12 +210,13 @@ class ResumedSession:
     token_ids: tuple[int, ...]
 
 
-def load_parts(folder: ModelFolder | None = None) -> ClientParts:
-    """Read the ends and the tokenizer of the model in `folder`, by default the embedded one. Blocks for seconds.
+def load_parts(model: ModelFolder | str | None = None) -> ClientParts:
+    """Read the ends and the tokenizer of a `model`, by default the embedded one. Blocks for seconds.
 
-    A model may be without a tokenizer. Then calls that need one raise its error.
+    It is named as for `connect`: a folder, a GGUF file, or `org/name` on the hub. A model may be without a tokenizer.
+    Then calls that need one raise its error. Raises ConfigError for any other name, and ModelError.
     """
-    folder = folder or open_embedded()
+    folder = open_model(model) if model is None or isinstance(model, str) else model
     return ClientParts(folder.info, load_ends(folder), find_tokenizer(folder), generation_config(folder))
 
 
@@ -353,7 +353,7 @@ def check_way_in(found: Invite) -> Invite:
 
 async def _load_parts(model: str | None) -> ClientParts:
     # Abandoned: the first run converts the model, and Ctrl-C must not wait for that.
-    return await trio.to_thread.run_sync(lambda: load_parts(open_model(model)), abandon_on_cancel=True)
+    return await trio.to_thread.run_sync(lambda: load_parts(model), abandon_on_cancel=True)
 
 
 def _check_model(saved: SavedSession, model: ModelInfo) -> None:
