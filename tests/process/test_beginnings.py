@@ -13,7 +13,7 @@ import llmnode
 from llmnode.client.beginnings import beginnings
 from llmnode.client.connect import aconnect
 from llmnode.core.span import Span
-from process import here
+from process import in_process
 from process.described import described, positions
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ NEW_TOKENS = 8
 def generated(peers: Sequence[str], prompts: Path, *options: str) -> list[dict[str, Any]]:
     """The JSON that `llmnode generate` prints for each text."""
     command = ["generate", "--json", "--prompts", str(prompts), "--max-new-tokens", str(NEW_TOKENS), *options]
-    done = here.llmnode(*command, "--peers", *peers)
+    done = in_process.llmnode(*command, "--peers", *peers)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from llmnode.node.batch_generate import AT_ONCE_PER_STAGE
-from process import here
+from process import in_process
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(420)]
 
@@ -25,7 +25,7 @@ TOKENS, CHUNKS = 2, 2
 @pytest.mark.timeout(920)  # some 140 s, and twice that where the machine is slow: eight servers, one after the other
 def test_quality_compares_every_variant_with_transformers() -> None:
     options = ["--json", "--thin", "--tokens", str(TOKENS), "--chunks", str(CHUNKS)]
-    done = here.llmnode("bench", "quality", *options)
+    done = in_process.llmnode("bench", "quality", *options)
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
     report = json.loads(line)
@@ -90,7 +90,7 @@ def test_the_swarm_of_any_model_is_compared_with_transformers_and_is_exact() -> 
 def test_clients_are_compared_with_one_alone_and_are_exact(tmp_path: Path) -> None:
     drawn = tmp_path / "sharing.svg"
     command = ["bench", "clients", "--thin", "--repeats", "1", "--tokens", "4", "--plot", str(drawn), "--json"]
-    done = here.llmnode(*command)
+    done = in_process.llmnode(*command)
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
     report = json.loads(line)
@@ -110,7 +110,7 @@ def test_clients_are_compared_with_one_alone_and_are_exact(tmp_path: Path) -> No
 
 def test_a_forward_of_a_batch_is_compared_with_one_process_and_is_exact() -> None:
     command = ["bench", "forward", "--thin", "--repeats", "1", "--json"]
-    done = here.llmnode(*command)
+    done = in_process.llmnode(*command)
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
     report = json.loads(line)
@@ -126,7 +126,7 @@ def test_a_forward_of_a_batch_is_compared_with_one_process_and_is_exact() -> Non
 
 def test_training_through_servers_learns_as_one_process_does_and_leaves_nothing() -> None:
     command = ["bench", "training", "--thin", "--repeats", "1", "--json"]
-    done = here.llmnode(*command)
+    done = in_process.llmnode(*command)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     one, alone, both, decodes, beside, small, large, memory = report["rows"]
@@ -147,7 +147,7 @@ def test_training_through_servers_learns_as_one_process_does_and_leaves_nothing(
 
 @pytest.mark.daily
 def test_table1_is_exact_whatever_fails_and_counts_what_was_drawn() -> None:
-    done = here.llmnode("bench", "table1", "--thin", "--repeats", "1", "--json")
+    done = in_process.llmnode("bench", "table1", "--thin", "--repeats", "1", "--json")
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
     report = json.loads(line)
@@ -178,7 +178,7 @@ def test_table1_is_exact_whatever_fails_and_counts_what_was_drawn() -> None:
 @pytest.mark.daily
 def test_table2_is_within_the_limit_of_its_links_and_of_what_servers_are_charged() -> None:
     command = ["bench", "table2", "--thin", "--repeats", "1", "--tokens", "4", "--json"]
-    done = here.llmnode(*command)
+    done = in_process.llmnode(*command)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     one_form = [
@@ -201,7 +201,7 @@ def test_table2_is_within_the_limit_of_its_links_and_of_what_servers_are_charged
 
 def test_forwarding_compares_direct_with_relayed_steps_over_links_of_a_known_delay() -> None:
     command = ["bench", "forwarding", "--thin", "--repeats", "1", "--tokens", "4", "--json"]
-    done = here.llmnode(*command)
+    done = in_process.llmnode(*command)
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
     report = json.loads(line)
@@ -220,7 +220,7 @@ def test_forwarding_compares_direct_with_relayed_steps_over_links_of_a_known_del
 
 def test_plan_forecasts_the_route_that_a_session_takes() -> None:
     command = ["bench", "plan", "--thin", "--repeats", "1", "--tokens", "4", "--json"]
-    done = here.llmnode(*command)
+    done = in_process.llmnode(*command)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     rows = {row["quantity"]: row for row in report["rows"]}
@@ -236,7 +236,7 @@ def test_plan_forecasts_the_route_that_a_session_takes() -> None:
 @pytest.mark.daily
 def test_routing_tries_every_route_and_takes_the_nearer_of_two_equal_servers() -> None:
     command = ["bench", "routing", "--thin", "--tokens", "4", "--json"]
-    done = here.llmnode(*command)
+    done = in_process.llmnode(*command)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     row, decisions = report["rows"]
@@ -250,7 +250,7 @@ def test_routing_tries_every_route_and_takes_the_nearer_of_two_equal_servers() -
 def test_checkouts_compares_this_one_with_itself() -> None:
     root = Path(__file__).parents[2]
     command = ["bench", "checkouts", str(root), "--thin", "--repeats", "1", "--tokens", "2", "--json"]
-    done = here.llmnode(*command)
+    done = in_process.llmnode(*command)
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(done.stdout.splitlines()[-1])["rows"]
     assert row["swarm"] == "1 server, 1 client"
@@ -260,7 +260,7 @@ def test_checkouts_compares_this_one_with_itself() -> None:
 
 def test_workers_compares_a_thread_with_a_process_alone_and_under_load() -> None:
     command = ["bench", "workers", "--thin", "--repeats", "1", "--tokens", "4", "--json"]
-    done = here.llmnode(*command)
+    done = in_process.llmnode(*command)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert [(row["what"], row["worker"]) for row in report["rows"]] == [
@@ -277,7 +277,7 @@ def test_workers_compares_a_thread_with_a_process_alone_and_under_load() -> None
 def test_a_pipeline_of_three_nodes_is_faster_than_one_and_no_faster_than_its_stages_can_be(tmp_path: Path) -> None:
     drawn = tmp_path / "pipeline.svg"
     options = ["--thin", "--repeats", "2", "--tokens", "6", "--plot", str(drawn), "--json"]
-    done = here.llmnode("bench", "pipeline", *options)
+    done = in_process.llmnode("bench", "pipeline", *options)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     alone, _both, _three_in_turn, three = report["rows"]
@@ -293,7 +293,7 @@ def test_a_pipeline_of_three_nodes_is_faster_than_one_and_no_faster_than_its_sta
 
 def test_a_soak_leaves_no_session_and_no_kv_and_every_choice_is_exact() -> None:
     command = ["bench", "soak", "--thin", "--json"]
-    done = here.llmnode(*command)
+    done = in_process.llmnode(*command)
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
     report = json.loads(line)
@@ -329,7 +329,7 @@ def test_a_soak_that_is_interrupted_leaves_no_process_behind() -> None:
 @pytest.mark.daily
 def test_churn_kills_a_server_and_starts_it_again_while_texts_stay_exact() -> None:
     command = ["bench", "churn", "--thin", "--json"]
-    done = here.llmnode(*command)
+    done = in_process.llmnode(*command)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     (row,) = report["rows"]

@@ -11,7 +11,7 @@ import pytest
 import trio
 
 from llmnode.client.connect import aconnect, load_parts
-from process import here
+from process import in_process
 from process.test_swarm import LLMNODE, Child, greedy, start  # noqa: F401 - a fixture
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def test_a_session_goes_through_relays_and_outlives_one(
         own = [f"{address}/p2p-circuit/p2p/{server.ready['peer']}" for address in addresses]
         assert next_event(server, "addresses")["addresses"] == own
 
-    shown = here.llmnode("status", "--peers", addresses[1], "--json")
+    shown = in_process.llmnode("status", "--peers", addresses[1], "--json")
     assert shown.returncode == 0, shown.stderr
     (model,) = json.loads(shown.stdout)["models"]
     assert model["holes"] == []

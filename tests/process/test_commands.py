@@ -1,4 +1,4 @@
-"""`serve`, `generate` and the examples, as a user runs them."""
+"""`serve`, `generate` and other commands, as a user runs them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from llmnode.core.span import Span
-from process import here
+from process import in_process
 from process.described import positions
 from process.other_policies import with_policies
 
@@ -27,11 +27,10 @@ SHORT_S = 3
 LOOKS_SHORTLY = with_policies({"RecoveryPolicy.timeout_s": SHORT_S})
 """`llmnode` whose sessions look for a replacement of a lost server for `SHORT_S`."""
 PROMPT = "A prompt that is so long that it would be a waste to compute it anew for each of its answers:"
-EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def _run(*command: str) -> subprocess.CompletedProcess[str]:
-    """A process of its own, for each command and for an example. `here` runs the others in this one."""
+    """A process of its own, once for each command. Otherwise `in_process` runs it in this one."""
     return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
 
 
@@ -53,7 +52,7 @@ def test_generate_prints_the_text_and_its_json(nodes: list[Any]) -> None:
 
 def test_what_the_servers_signed_for_can_be_verified(nodes: list[Any], tmp_path: Path) -> None:
     file, addresses = tmp_path / "receipts.json", [node.address for node in nodes]
-    done = here.llmnode("generate", "--peers", *addresses, "--max-new-tokens", "8", "--receipts", str(file))
+    done = in_process.llmnode("generate", "--peers", *addresses, "--max-new-tokens", "8", "--receipts", str(file))
     assert done.returncode == 0, done.stderr
     found = _run(*LLMNODE, "verify", str(file), "--json")
     assert found.returncode == 0, found.stdout
@@ -64,7 +63,7 @@ def test_what_the_servers_signed_for_can_be_verified(nodes: list[Any], tmp_path:
 
 def test_a_hole_in_the_route_is_named(start_servers: Callable[..., list[Any]]) -> None:
     (alone,) = start_servers([Span(12, 13)])  # clients of the others have introduced them to each other
-    done = here.llmnode("generate", "--peers", alone.address)
+    done = in_process.llmnode("generate", "--peers", alone.address)
     assert done.returncode == 1
     assert "no peer holds blocks [0, 12), [13, 30)" in done.stderr
     assert "Traceback" not in done.stderr
@@ -80,7 +79,7 @@ def test_a_server_is_known_by_the_address_that_it_announces() -> None:
         ready = next(event for event in map(json.loads, server.stdout) if event["event"] == "ready")
         told = f"{forwarded}/p2p/{ready['peer']}"
         assert ready["addresses"] == [told]
-        shown = json.loads(here.llmnode("status", "--json", "--peers", *ready["listening"]).stdout)
+        shown = json.loads(in_process.llmnode("status", "--json", "--peers", *ready["listening"]).stdout)
         assert shown["models"][0]["servers"][0]["addresses"] == [told]
         server.communicate(timeout=20)
     assert server.returncode == 0
@@ -118,7 +117,7 @@ def test_the_speed_of_this_machine_is_measured_as_a_server_would_serve() -> None
     assert (measured["blocks"], measured["sessions"], measured["prompt_tokens"]) == ([2, 5], 8, 512)
     for kind in ("decode", "decode_shared", "prefill"):
         assert len(measured[f"{kind}_tokens_per_s"]) == 2
-    shown = here.llmnode("speed", "--blocks", "1", "--rounds", "1", "--worker", "thread").stdout
+    shown = in_process.llmnode("speed", "--blocks", "1", "--rounds", "1", "--worker", "thread").stdout
     assert "decode, 8 sessions at once" in shown and "prefill of 512 tokens" in shown
     assert measured["announced_tokens_per_s"] is None, "nobody was named to measure the network against"
 
@@ -142,7 +141,7 @@ def test_a_plan_names_the_blocks_that_a_server_would_take_and_what_they_give(
     assert all(part > 0 for part in parts)
     assert 1 / sum(parts) == pytest.approx(without["session"]["tokens_per_s"])
 
-    said = here.llmnode("generate", "--max-new-tokens", "80", "--json", "--peers", *peers).stderr
+    said = in_process.llmnode("generate", "--max-new-tokens", "80", "--json", "--peers", *peers).stderr
     (tokens_per_s,) = re.findall(r"then ([\d.]+) tokens/s", said)
     assert 0.2 < without["session"]["tokens_per_s"] / float(tokens_per_s) < 5, "the benchmark `plan` is more exact"
     _check_figures(nodes, peers)
@@ -150,7 +149,7 @@ def test_a_plan_names_the_blocks_that_a_server_would_take_and_what_they_give(
 
 def _check_figures(nodes: list[Any], peers: list[str]) -> None:
     """Servers tell what was predicted for them, beside what they do: a session has shown their speed."""
-    done = here.llmnode("status", "--json", "--peers", *peers)
+    done = in_process.llmnode("status", "--json", "--peers", *peers)
     (model,) = json.loads(done.stdout)["models"]
     assert len(model["servers"]) == 2
     for server in model["servers"]:
@@ -161,7 +160,7 @@ def _check_figures(nodes: list[Any], peers: list[str]) -> None:
             figures["predicted_tokens_per_s"] / figures["measured_tokens_per_s"] - 1
         )
         assert abs(figures["memory_error"]) < 0.25
-    shown = here.llmnode("status", "--peers", *peers).stdout
+    shown = in_process.llmnode("status", "--peers", *peers).stdout
     assert "predicted" in shown and "measured" in shown
     nodes[0].process.send_signal(signal.SIGUSR1)
     assert nodes[0].next_event("figures")["measured_memory_bytes"] > 100 << 20
@@ -190,63 +189,9 @@ def test_so_is_what_was_asked_for_in_positions() -> None:
 
 def test_too_many_tokens_are_refused_before_any_work(nodes: list[Any]) -> None:
     addresses = [node.address for node in nodes]
-    done = here.llmnode("generate", "--max-new-tokens", "9000", "--prompt", "one", "--peers", *addresses)
+    done = in_process.llmnode("generate", "--max-new-tokens", "9000", "--prompt", "one", "--peers", *addresses)
     assert done.returncode == 2
     assert "ask for at most 8191" in done.stderr
-
-
-def test_the_example_of_a_model(nodes: list[Any]) -> None:
-    done = _run(sys.executable, str(EXAMPLES / "generate.py"), *(node.address for node in nodes))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("The capital of France is Paris")
-
-
-def test_the_example_of_streamed_answers(nodes: list[Any]) -> None:
-    addresses = [node.address for node in nodes]
-    questions = ["What is the capital of France?", "Is the sky blue?"]
-    done = here.program(EXAMPLES / "streaming_chat.py", *questions, "--", *addresses)
-    assert done.returncode == 0, done.stderr
-    assert "Paris" in done.stdout
-    assert done.stdout.count(" tokens, ") == 2
-
-
-def test_the_example_that_learns_topics_is_right_more_often_than_a_guess(nodes: list[Any], tmp_path: Path) -> None:
-    picture, saved = tmp_path / "loss.png", tmp_path / "saved"
-    options = ["--steps", "5", "--batch", "8", "--plot", str(picture), "--save", str(saved)]
-    done = here.program(EXAMPLES / "topics.py", *options, *(node.address for node in nodes))
-    assert done.returncode == 0, done.stderr
-    (score,) = re.findall(r"right: (\d+)% \(a guess: 25%\)", done.stdout)
-    assert int(score) >= 40
-    assert picture.stat().st_size > 1000
-    assert (saved / "adapter_model.safetensors").exists()
-
-
-def test_the_example_of_a_module_between_spans_makes_the_target_likelier(nodes: list[Any]) -> None:
-    done = here.program(EXAMPLES / "between_spans.py", "--steps", "6", *(node.address for node in nodes))
-    assert done.returncode == 0, done.stderr
-    after, before = map(float, re.findall(r"-\d+\.\d+", done.stdout))
-    assert after > before + 0.5
-
-
-def test_the_example_of_deep_prompts_learns_a_corpus(nodes: list[Any], tmp_path: Path) -> None:
-    options = ["--steps", "3", "--batch", "3", "--new-tokens", "3", "--save", str(tmp_path)]
-    peers = [node.address for node in nodes]
-    done = here.program(EXAMPLES / "deep_prompts.py", *options, *peers)
-    assert done.returncode == 0, done.stderr
-    after, before = map(float, re.findall(r"\d+\.\d\d", done.stdout.splitlines()[-2]))
-    assert after < before - 0.05
-    assert (tmp_path / "model.safetensors").exists()
-
-
-def test_the_example_of_two_personas_teaches_each_its_own_answers(nodes: list[Any], tmp_path: Path) -> None:
-    options = ["--steps", "3", "--batch", "2", "--new-tokens", "2", "--save", str(tmp_path)]
-    done = here.program(EXAMPLES / "personas.py", *options, *(node.address for node in nodes))
-    assert done.returncode == 0, done.stderr
-    scores = re.findall(r"(\w+): (\d+)% of held-out tokens right \(before: (\d+)%\)", done.stdout)
-    assert [name for name, _, _ in scores] == ["pirate", "butler"]
-    for name, after, before in scores:
-        assert int(after) >= 40 > int(before) + 10
-        assert (tmp_path / name / "adapter_model.safetensors").exists()
 
 
 def test_a_file_of_prompts_gives_a_json_line_each(nodes: list[Any], tmp_path: Path) -> None:
@@ -254,7 +199,7 @@ def test_a_file_of_prompts_gives_a_json_line_each(nodes: list[Any], tmp_path: Pa
     prompts.write_text("One\n\nTwo\n")
     addresses = [node.address for node in nodes]
     options = ["--prompts", str(prompts), "--json", "--max-new-tokens", "3", "--temperature", "0.9", "--seed", "7"]
-    done = here.llmnode("generate", *options, "--peers", *addresses)
+    done = in_process.llmnode("generate", *options, "--peers", *addresses)
     assert done.returncode == 0, done.stderr
     answers = [json.loads(line) for line in done.stdout.splitlines()]
     assert [answer["prompt"] for answer in answers] == ["One", "Two"]
@@ -267,7 +212,7 @@ def test_several_texts_at_once_are_those_of_one_after_another(nodes: list[Any], 
     options = ["--prompts", str(prompts), "--samples", "3", "--temperature", "0.9", "--seed", "7"]
     command = ["generate", *options, "--json", "--max-new-tokens", "6", "--peers"]
     command += [node.address for node in nodes]
-    at_once, in_turn = here.llmnode(*command), here.llmnode(*command, "--at-once", "1")
+    at_once, in_turn = in_process.llmnode(*command), in_process.llmnode(*command, "--at-once", "1")
     assert at_once.returncode == in_turn.returncode == 0, at_once.stderr + in_turn.stderr
     assert at_once.stdout == in_turn.stdout
     answers = [json.loads(line) for line in at_once.stdout.splitlines()]
@@ -282,7 +227,7 @@ def test_several_texts_at_once_are_those_of_one_after_another(nodes: list[Any], 
 def test_a_prompt_that_is_too_long_is_refused_before_any_text_is_begun(nodes: list[Any], tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("One\n\n" + 9000 * "two " + "\n")
-    done = here.llmnode("generate", "--prompts", str(prompts), "--peers", *(node.address for node in nodes))
+    done = in_process.llmnode("generate", "--prompts", str(prompts), "--peers", *(node.address for node in nodes))
     assert done.returncode == 2
     assert f"--prompts {prompts}, line 3: 900" in done.stderr
     assert "exceed the model's context of 8192" in done.stderr
@@ -319,7 +264,7 @@ def test_a_prompt_with_several_samples_is_computed_once(nodes: list[Any]) -> Non
     addresses, samples = [node.address for node in nodes], 4
     before = positions(addresses)
     options = ["--prompt", PROMPT, "--samples", str(samples), "--max-new-tokens", "3", "--json"]
-    done = here.llmnode("generate", *options, "--temperature", "0.9", "--seed", "7", "--peers", *addresses)
+    done = in_process.llmnode("generate", *options, "--temperature", "0.9", "--seed", "7", "--peers", *addresses)
     assert done.returncode == 0, done.stderr
     answers = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(answers) == samples

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from process import here
+from process import in_process
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -63,7 +63,7 @@ def test_all_is_well_and_the_peers_of_the_file_are_asked(nodes: list[Any], tmp_p
 
 
 def test_a_dead_peer_is_a_warning_beside_a_living_one_that_knows_the_others(nodes: list[Any], nobody: str) -> None:
-    done = here.llmnode("doctor", "--peers", nobody, nodes[1].address)
+    done = in_process.llmnode("doctor", "--peers", nobody, nodes[1].address)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"warning peer    peer {NOBODY}: cannot connect to {nobody}" in done.stdout
     assert "ok      peers   the swarm has all 30 blocks in float32, at 2 servers" in done.stdout
@@ -71,7 +71,7 @@ def test_a_dead_peer_is_a_warning_beside_a_living_one_that_knows_the_others(node
 
 
 def test_blocks_that_the_swarm_lacks_are_a_warning(nodes: list[Any]) -> None:
-    done = here.llmnode("doctor", "--peers", nodes[0].address, "--dtype", "bfloat16")
+    done = in_process.llmnode("doctor", "--peers", nodes[0].address, "--dtype", "bfloat16")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "warning peers   no server of the swarm has blocks [0, 30) of HuggingFaceTB" in done.stdout
     assert "fix: give --dtype float32" in done.stdout
@@ -79,7 +79,7 @@ def test_blocks_that_the_swarm_lacks_are_a_warning(nodes: list[Any]) -> None:
 
 def test_every_ill_is_found_and_the_first_is_the_blocker(taken_port: int, nobody: str, tmp_path: Path) -> None:
     listen = f"/ip4/127.0.0.1/tcp/{taken_port}"
-    done = here.llmnode("doctor", str(tmp_path / "nowhere"), "--listen", listen, "--peers", nobody, "--json")
+    done = in_process.llmnode("doctor", str(tmp_path / "nowhere"), "--listen", listen, "--peers", nobody, "--json")
     assert done.returncode == 1
     answer = json.loads(done.stdout)
     blockers = {finding["text"]: finding for finding in answer["findings"] if finding["verdict"] == "blocker"}
@@ -98,7 +98,7 @@ def test_every_ill_is_found_and_the_first_is_the_blocker(taken_port: int, nobody
 
 
 def test_the_last_line_names_the_blocker_and_its_fix(taken_port: int) -> None:
-    done = here.llmnode("doctor", "--listen", f"/ip4/127.0.0.1/tcp/{taken_port}", "--peers", "nonsense")
+    done = in_process.llmnode("doctor", "--listen", f"/ip4/127.0.0.1/tcp/{taken_port}", "--peers", "nonsense")
     assert done.returncode == 1
     assert "blocker peer    'nonsense' is not the address of a peer" in done.stdout
     last = done.stdout.splitlines()[-1]

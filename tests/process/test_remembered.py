@@ -15,7 +15,7 @@ from llmnode.core.peers.dial_gate import scope_of
 from llmnode.core.span import Span
 from llmnode.net.addresses import own_ips
 from llmnode.swarm.former_peers import FILE
-from process import here
+from process import in_process
 from process.own_cache import cache_without_peers
 
 if TYPE_CHECKING:
@@ -78,5 +78,5 @@ def test_a_second_start_finds_the_swarm_without_any_peer_that_was_named(
     assert len(newcomer.ready["addresses"]) == 1, "a server finds it, too"
 
     monkeypatch.setenv("LLMNODE_CACHE", str(empty))
-    forgotten = here.llmnode("generate", "--peers", named.address)
+    forgotten = in_process.llmnode("generate", "--peers", named.address)
     assert forgotten.returncode != 0 and "cannot connect" in forgotten.stderr

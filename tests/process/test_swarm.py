@@ -23,7 +23,7 @@ from llmnode.core.view import online
 from llmnode.errors import NoRoute, PeerUnreachable
 from llmnode.models.names import EMBEDDED_MODEL
 from llmnode.swarm.join import join_swarm
-from process import here
+from process import in_process
 from process.other_policies import with_policies
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -81,7 +81,7 @@ def serve(relay: Child, blocks: str) -> tuple[str, ...]:
 
 def servers(relay: Child) -> list[dict[str, Any]]:
     """Descriptions of the servers of the one model by their first blocks. Together they hold all blocks."""
-    shown = here.llmnode("status", "--peers", relay.address, "--json")
+    shown = in_process.llmnode("status", "--peers", relay.address, "--json")
     assert shown.returncode == 0, shown.stderr
     (model,) = json.loads(shown.stdout)["models"]
     assert model["holes"] == []
@@ -182,10 +182,10 @@ def test_a_private_swarm_is_for_those_who_are_invited(start: Callable[..., Child
     server = start("serve", invite, "--blocks", "0:30", "--threads", "1")
     assert server.ready["invite"] is None, "it would have the key in it"
     for way_in in ((invite,), ("--swarm-key", key, "--peers", relay.address)):
-        shown = here.llmnode("status", *way_in, "--json")
+        shown = in_process.llmnode("status", *way_in, "--json")
         assert [model["holes"] for model in json.loads(shown.stdout)["models"]] == [[]]
     prompt = ("--max-new-tokens", "4", "--prompt", "1, 2, 3,")
-    invited = here.llmnode("generate", invite, "--json", "--temperature", "0", *prompt)
+    invited = in_process.llmnode("generate", invite, "--json", "--temperature", "0", *prompt)
     assert invited.returncode == 0, invited.stderr
     answer = json.loads(invited.stdout)
     assert answer["model"] == EMBEDDED_MODEL
@@ -193,7 +193,7 @@ def test_a_private_swarm_is_for_those_who_are_invited(start: Callable[..., Child
         input_ids = torch.tensor([model.tokenizer.encode("1, 2, 3,")])
         made_here = model.generate(input_ids, max_new_tokens=4, do_sample=False)
         assert made_here[0, -4:].tolist() == answer["token_ids"]
-    refused = here.llmnode("status", "--peers", server.address)
+    refused = in_process.llmnode("status", "--peers", server.address)
     assert refused.returncode == 1
     assert "swarm key" in refused.stderr
     damaged = run("status", invite[:-1])
@@ -206,17 +206,17 @@ def test_a_private_swarm_is_for_those_who_are_invited(start: Callable[..., Child
 def test_the_precision_of_a_swarm_is_found_unless_one_is_named(start: Callable[..., Child]) -> None:
     server = start("serve", "--blocks", "auto", "--dtype", "bfloat16", "--threads", "1")
     generate = ("generate", "--peers", server.address, "--max-new-tokens", "8", "--prompt", "1, 2, 3,")
-    done = here.llmnode(*generate)
+    done = in_process.llmnode(*generate)
     assert done.returncode == 0, done.stderr
     assert "4, 5" in done.stdout
     assert "bfloat16: one server has the whole model in it, and nobody serves float32" in done.stderr
-    refused = here.llmnode(*generate, "--dtype", "float32")
+    refused = in_process.llmnode(*generate, "--dtype", "float32")
     assert refused.returncode == 1
     assert "held in bfloat16" in refused.stderr and "--dtype" in refused.stderr
 
 
 def test_the_example_of_an_embedded_node() -> None:
-    done = here.program(EXAMPLES / "embed_node.py")
+    done = in_process.program(EXAMPLES / "embed_node.py")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("Once upon a time")
     assert "serving blocks (0, 30)" in done.stderr
