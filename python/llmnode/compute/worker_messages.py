@@ -78,14 +78,13 @@ def unpack_error(message: Message) -> Exception:
 
 def input_bytes(work: Work) -> int:
     """The size of the numbers that go to the process."""
-    hidden = [each.hidden for each in (*work.slices, *work.passes)]
-    if not work.operations and not work.passes:
-        return sum(memoryview(each).nbytes for each in hidden)
-    gradients = [each.gradient for each in work.passes if isinstance(each, Backward)]
-    weights = [each.weights for each in work.operations if isinstance(each, Adopt)]
-    opened = [each for each in work.operations if isinstance(each, Open)]
-    prompts = [each.prompts.values for each in (*opened, *work.passes)]
-    return sum(memoryview(each).nbytes for each in (*hidden, *gradients, *weights, *prompts))
+    numbers = [each.hidden for each in (*work.slices, *work.passes)]
+    if work.operations or work.passes:  # most work is decodes alone
+        numbers += [each.gradient for each in work.passes if isinstance(each, Backward)]
+        numbers += [each.weights for each in work.operations if isinstance(each, Adopt)]
+        opened = [each for each in work.operations if isinstance(each, Open)]
+        numbers += [each.prompts.values for each in (*opened, *work.passes)]
+    return sum(memoryview(each).nbytes for each in numbers)
 
 
 def output_bytes(work: Work, row_bytes: int) -> int:

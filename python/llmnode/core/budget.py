@@ -159,8 +159,7 @@ class Scope:
             if scope.is_closed or (limit is not None and scope.held.get(resource, 0) + amount > limit):
                 return scope
         for scope in around:
-            held = scope.held
-            held[resource] = held.get(resource, 0) + amount  # `held[resource]` would ask Counter, in Python, for a 0
+            scope.held[resource] = scope.held.get(resource, 0) + amount  # a Counter makes its zeros in Python
         return None
 
     def release(self, resource: Resource, amount: int) -> None:
@@ -174,8 +173,7 @@ class Scope:
         widest = self
         for widest in self._outside:
             widest.held[resource] -= amount
-        if widest._watchers:
-            widest._note_release()
+        widest._note_release()
 
     def watch(self, note: Callable[[], None]) -> None:
         """Have `note` called once, when something of the process has been given back. It returns at once."""
