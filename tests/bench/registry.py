@@ -51,6 +51,7 @@ BENCHES = {
     "codec": Bench("codec.codec", "activations in 8 bits against bitsandbytes and others, and packing without loss"),
     "compiled": Bench("compiled", "what torch.compile gives a decode on a CPU"),
     "decodes": Bench("decodes", "decodes by Rust, by torch and by transformers' own forward"),
+    "device": Bench("device.device", "servers whose blocks are on a GPU, against transformers on the same one"),
     "failures": Bench("failures.failures", "a session while its servers are killed, frozen, stopped and cut off"),
     "few-positions": Bench("few_positions", "up to how many positions Rust is faster than torch"),
     "forward": Bench("forward", "batches of rows through two servers against one process"),

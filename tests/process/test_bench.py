@@ -124,6 +124,27 @@ def test_a_forward_of_a_batch_is_compared_with_one_process_and_is_exact() -> Non
     assert report["environment"]["positions"] == 4 * 128
 
 
+@pytest.mark.daily
+def test_device_compares_servers_with_transformers_in_the_same_precision() -> None:
+    command = ["bench", "device", "--thin", "--repeats", "1", "--tokens", "4", "--json"]
+    command += ["--device", "cpu", "--model", "llama-34m", "--precision", "float32", "bfloat16"]
+    done = in_process.llmnode(*command)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    theirs, one, two, theirs_in_bf16, in_bf16 = report["rows"]
+    assert [one["variant"], two["variant"], in_bf16["variant"]] == [
+        "1 server, float32", "2 servers, float32", "1 server, bfloat16"
+    ]  # fmt: skip
+    columns = ["tokens/s, alone", "tokens/s, rows at once", "prompt, positions/s", "training, positions/s"]
+    for column in columns:
+        for row, other in ((one, theirs), (two, theirs), (in_bf16, theirs_in_bf16)):
+            share = row[column]["median"] / other[column]["median"]
+            assert row[f"{column}, of theirs"]["median"] == pytest.approx(share) and share > 0
+    assert all(aim["holds"] for aim in report["aims"]) and len(report["aims"]) == 2
+    assert one["transformers' tokens"] == two["transformers' tokens"] == 1
+    assert 1e-4 < in_bf16["gradients, off by"] < 0.1, "it computes in 16 bits, and much the same"
+
+
 def test_training_through_servers_learns_as_one_process_does_and_leaves_nothing() -> None:
     command = ["bench", "training", "--thin", "--repeats", "1", "--json"]
     done = in_process.llmnode(*command)

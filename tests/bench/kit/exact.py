@@ -20,8 +20,8 @@ EPSILON_DEVIATIONS = 4
 class Reference:
     """The whole model. To make one takes seconds (it is loaded, and its `epsilon` measured): do it in a thread."""
 
-    def __init__(self, path: Path) -> None:
-        self.model: Any = AutoModelForCausalLM.from_pretrained(path, local_files_only=True).eval()  # Any: untyped
+    def __init__(self, path: Path, **options: Any) -> None:  # Any: those of `from_pretrained`, such as `device_map`
+        self.model: Any = AutoModelForCausalLM.from_pretrained(path, local_files_only=True, **options).eval()
         self.vocabulary: int = self.model.config.vocab_size
         self._forced: dict[tuple[int, ...], tuple[list[int], list[float]]] = {}
         self.epsilon = EPSILON_DEVIATIONS * self._deviation()
@@ -42,7 +42,7 @@ class Reference:
     def _force(self, tokens: tuple[int, ...]) -> tuple[list[int], list[float]]:
         """The model's choice after each position, and its lead. Results are kept, since many texts are the same."""
         if tokens not in self._forced:
-            logits = self.model(torch.tensor([tokens])).logits[0]
+            logits = self.model(torch.tensor([tokens], device=self.model.device)).logits[0]
             first, second = logits.topk(2).values.T
             self._forced[tokens] = logits.argmax(dim=-1).tolist(), (first - second).tolist()
         return self._forced[tokens]
@@ -50,7 +50,7 @@ class Reference:
     @torch.inference_mode()
     def _deviation(self) -> float:
         """The largest difference of a score between one forward over all positions and a forward for each."""
-        tokens = torch.arange(1000, 1000 + MEASURED_POSITIONS)[None] % self.vocabulary
+        tokens = torch.arange(1000, 1000 + MEASURED_POSITIONS, device=self.model.device)[None] % self.vocabulary
         whole = self.model(tokens).logits[0]
         cache = DynamicCache(config=self.model.config)
         single = [

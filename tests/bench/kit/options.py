@@ -42,6 +42,7 @@ class Options(argparse.Namespace):
     sdist: Path | None
     form: str | None
     servers: int | None
+    device: str
 
 
 def count(least: int = 1, most: int = MOST) -> Callable[[str], int]:
@@ -78,8 +79,8 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         "--model",
         type=values.model,
         metavar="NAME",
-        help="as for `llmnode serve`, or llama-34m or llama-222m of random weights, or either with -bf16 after it "
-        "(default: the embedded model)",
+        help="as for `llmnode serve`, or llama-34m, -222m, -1b or -8b of random weights, or one of these with "
+        "-bf16 after it (default: the embedded model)",
     )
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from llmnode.models.sources.folder import ModelFolder
 
-SIZES = {"llama-34m": (8, 512), "llama-222m": (16, 1024)}
+SIZES = {"llama-34m": (8, 512), "llama-222m": (16, 1024), "llama-1b": (16, 2048), "llama-8b": (32, 4096)}
 """The number of blocks and the hidden size."""
 IN_BF16 = "-bf16"
 """Ends the name of a model whose weights have 16 bits."""
@@ -49,8 +49,10 @@ def _make(path: Path, blocks: int, hidden_size: int, *, in_bf16: bool) -> None:
         num_attention_heads=hidden_size // HEAD_SIZE,
         vocab_size=VOCABULARY,
         max_position_embeddings=CONTEXT_TOKENS,
+        pad_token_id=0,  # for classifiers
     )
     torch.manual_seed(0)
-    model = LlamaForCausalLM(config)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # a CPU takes minutes for billions of numbers
+        model = LlamaForCausalLM(config)
     (model.bfloat16() if in_bf16 else model).save_pretrained(path)
     AutoTokenizer.from_pretrained(open_embedded().path, local_files_only=True).save_pretrained(path)

@@ -49,13 +49,14 @@ class Trainer:
         self.model: Any = peft.get_peft_model(classifier, config)  # Any: likewise
         generator = torch.Generator().manual_seed(adapter.rank)
         for _, parameter in sorted((name, each) for name, each in self.model.named_parameters() if each.requires_grad):
-            parameter.data = 0.02 * torch.randn(parameter.shape, generator=generator)
+            parameter.data = 0.02 * torch.randn(parameter.shape, generator=generator).to(parameter)
         self._optimizer = torch.optim.AdamW([each for each in self.model.parameters() if each.requires_grad], lr=1e-4)
 
     def gradients(self, texts: torch.Tensor) -> float:
         """The loss of `texts`, (rows, tokens). Gradients are there afterwards."""
         self._optimizer.zero_grad()
-        loss = self.model(input_ids=texts, labels=torch.arange(len(texts)) % 2).loss
+        texts = texts.to(self.model.device)
+        loss = self.model(input_ids=texts, labels=torch.arange(len(texts), device=texts.device) % 2).loss
         loss.backward()
         return float(loss.detach())
 
@@ -66,17 +67,17 @@ class Trainer:
         return loss
 
 
-def local_trainer(folder: ModelFolder, adapter: Adapter) -> Trainer:
-    """Over the whole model, in this process."""
+def local_trainer(folder: ModelFolder, adapter: Adapter, **options: Any) -> Trainer:
+    """Over the whole model, in this process. `options` are those of transformers' `from_pretrained`."""
     kind: Any = AutoModelForSequenceClassification  # Any: transformers' classes have no common base
-    whole = kind.from_pretrained(folder.path, local_files_only=True, dtype=torch.float32, **LABELS)
-    return Trainer(whole, adapter)
+    options = {"dtype": torch.float32} | options
+    return Trainer(kind.from_pretrained(folder.path, local_files_only=True, **options, **LABELS), adapter)
 
 
 @contextmanager
-def remote_trainer(peers: Sequence[str], adapter: Adapter) -> Iterator[Trainer]:
-    """A client of its own."""
-    with connect(peers=peers) as model:
+def remote_trainer(peers: Sequence[str], adapter: Adapter, name: str | None = None) -> Iterator[Trainer]:
+    """A client of its own, of the embedded model or another one."""
+    with connect(name, peers=peers) as model:
         yield Trainer(model.with_head("sequence-classification", **LABELS), adapter)
 
 
