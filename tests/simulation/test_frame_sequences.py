@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import trio
+import trio.testing
 from trio._core._run import GLOBAL_RUN_CONTEXT
 
 from llmnode.core.budget import Resource
