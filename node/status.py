@@ -111,6 +111,7 @@ def _server_json(each: Announcement, model: ModelStatus, now_ms: int) -> dict[st
         "announced_tokens_per_s": offer.speed.tokens_per_s or None,
         "kv_tokens": offer.kv_tokens,
         "kv_tokens_free": offer.kv_tokens_free,
+        "load": offer.load,
         "software": each.software,
         "identity_used_twice": each.has_double,
         "age_s": round((now_ms - each.sequence) / 1000, 1),

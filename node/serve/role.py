@@ -142,6 +142,7 @@ class Role:
             kv_tokens=0 if worker is None else worker.kv_tokens,
             kv_tokens_free=0 if served is None else served.admission.free,
             kv_page=1 if worker is None else worker.kv_page,
+            load=None if worker is None else worker.load,
             speed=announced_speed(compute, self.network, blocks, self.model.row_bytes, ProbePolicy().next_peers),
             moves_to=moves_to(self.state),
             adapters=tuple(self._server.own_adapters),

@@ -221,6 +221,10 @@ class Worker(Protocol):
         """The time for which executors have computed since the worker began, in microseconds."""
 
     @property
+    def load(self) -> float:
+        """The load average: how many forwards and passes it has computed, or had waiting, at a time lately."""
+
+    @property
     def seen(self) -> ForwardsSeen:
         """The times of forwards until now."""
 

@@ -17,6 +17,7 @@ import trio
 from llmnode.compute.work import Work
 from llmnode.core.operations import Backward, Close, Computed, Evaluate, Forward, Open, Truncate
 from llmnode.core.policy import BatchPolicy
+from llmnode.core.serving.load_average import LoadAverage
 from llmnode.core.serving.pass_times import PassTimes
 from llmnode.core.serving.scheduling import Scheduler
 from llmnode.errors import LocalProtocolError, WorkerLost
@@ -53,6 +54,7 @@ class BatchingWorker:
         self._scheduler = Scheduler(self._policy)
         self._pass_times = PassTimes()
         self._busy_s = 0.0
+        self._load = LoadAverage()
         self._calls: dict[int, _Call] = {}
         self._running: tuple[Batch, Awaitable[tuple[Done, float, float]]] | None = None
         self._is_led = False
@@ -74,6 +76,10 @@ class BatchingWorker:
     @property
     def busy_us(self) -> int:
         return int(1e6 * self._busy_s)
+
+    @property
+    def load(self) -> float:
+        return self._load.at(self._clock())
 
     @property
     def seen(self) -> ForwardsSeen:
@@ -138,11 +144,13 @@ class BatchingWorker:
             if call.has_begun and (call.error is not None or not call.is_done):
                 with trio.CancelScope(shield=True), suppress(WorkerLost):
                     await self._control(Truncate(forward.session, forward.start))
+        self._load.note(call.ended_s - call.asked_s, call.ended_s)
         return call.computed()
 
     async def _pass(self, operation: Pass) -> Computed:
         call = _PassCall(asked_s=self._clock())
         await self._until_done(self._scheduler.add(operation, call.asked_s), call)
+        self._load.note(call.ended_s - call.asked_s, call.ended_s)
         return call.computed()
 
     def _check(self, sessions: Sequence[SessionId]) -> None:

@@ -64,6 +64,8 @@ class Offer:
     """Those that it holds for its blocks, beside the adapters that clients bring."""
     kv_page: int = 1
     """A session holds a multiple of this number of positions."""
+    load: float | None = None
+    """The steps that it computes, or has waiting, at a time, on average lately. None if it does not say."""
 
     def in_pages(self, positions: int) -> int:
         """The positions that a session holds at this peer if it needs this number of them."""

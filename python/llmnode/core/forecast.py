@@ -165,7 +165,10 @@ def forecast_routes(
     together = -(-sessions // CHOICES)
     for first in range(0, sessions, together):
         number = min(together, sessions - first)
-        candidates = [candidate_of(each, model.row_bytes, trips.get(each.peer), taken[each.peer]) for each in servers]
+        candidates = [
+            candidate_of(each, model.row_bytes, trips.get(each.peer), taken[each.peer], taken[each.peer])
+            for each in servers
+        ]
         route = find_route(model.blocks, held, settled_costs(candidates), ways)
         routes[route] += number
         taken.update({hop.peer: number for hop in route})

@@ -330,10 +330,13 @@ class PeerFinder:
         """
         now_s, round_trips_s = trio.current_time(), self.reaching.round_trips_s()
         living = {each.peer: len(each.sessions) for each in self.pool.living()}
-        sessions = self.openings.beside(living)
+        sessions, lately = self.openings.beside(living), self.openings.lately()
         row_bytes, first = self.model.row_bytes, min(positions, at_once + self.policy.route.first_positions)
         candidates = [
-            candidate_of(each, row_bytes, round_trips_s.get(each.peer), sessions[each.peer]) for each in announcements
+            candidate_of(
+                each, row_bytes, round_trips_s.get(each.peer), sessions.get(each.peer, 0), lately.get(each.peer, 0)
+            )
+            for each in announcements
         ]
         believed = self._standing.costs(candidates, now_s, explored)
         reached, costs = {*living, *round_trips_s}, {}

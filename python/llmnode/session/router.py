@@ -172,8 +172,12 @@ class Router:
         terms: SessionTerms,
         rows: Rows,
     ) -> InferenceSession:
-        with rows.opening(route, terms.max_length), self.finder.openings.at(route):
-            return await stack.enter_async_context(open_session(route, connections, terms, self._tools(terms), rows))
+        openings = self.finder.openings
+        with rows.opening(route, terms.max_length), openings.at(route):
+            opened = open_session(route, connections, terms, self._tools(terms), rows)
+            session = await stack.enter_async_context(opened)
+        openings.note(route)
+        return session
 
     def _take(self, route: Route) -> None:
         self.route = route

@@ -112,6 +112,7 @@ def _fields_of(announcement: Announcement) -> AnnouncementBody:
         next_end=None if offer.moves_to is None else offer.moves_to.end,
         adapters=[[each.name, bytes(each.digest), each.rank] for each in offer.adapters] or None,
         kv_page=None if offer.kv_page == 1 else offer.kv_page,
+        load_percent=None if offer.load is None else round(100 * offer.load),
     )
 
 
@@ -148,6 +149,7 @@ def unpack_announcement(body: Buffer, signature: Buffer) -> SignedAnnouncement:
         moves_to=moves_to,
         adapters=tuple(AnnouncedAdapter(name, AdapterId(digest), rank) for name, digest, rank in fields.adapters or []),
         kv_page=fields.kv_page or 1,
+        load=None if fields.load_percent is None else fields.load_percent / 100,
     )
     announcement = Announcement(
         PeerId(fields.peer), tuple(fields.addresses), fields.sequence, fields.expires_ms, fields.software, offer

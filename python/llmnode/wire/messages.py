@@ -279,6 +279,7 @@ class AnnouncementBody:
     adapters: OptionalAdapters = None
     """Adapters that the peer holds for its blocks: a name, a digest and a rank of each."""
     kv_page: OptionalCount = None
+    load_percent: OptionalU32 = None
 
 
 Extended: TypeAlias = Description | OpenRequest | Neighbours | Pass

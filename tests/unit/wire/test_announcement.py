@@ -170,6 +170,16 @@ def test_a_unit_of_kv_is_announced_and_is_one_position_where_nothing_is_said() -
         unpack_announcement(body, b"s" * 64)
 
 
+@pytest.mark.parametrize("load", [0.0, 0.25, 17.0])
+def test_a_load_is_announced_and_is_unknown_where_nothing_is_said(load: float) -> None:
+    one = signed(offer=replace(OFFER, load=load))
+    assert unpack_announcement(one.signed.body, one.signed.signature).announcement.offer.load == load
+    assert signed().announcement.offer.load is None
+    body = msgpack.packb({**msgpack.unpackb(one.signed.body), "load_percent": -1})
+    with pytest.raises(RemoteProtocolError, match="load_percent"):
+        unpack_announcement(body, b"s" * 64)
+
+
 more = st.recursive(
     st.none() | st.integers(-(2**63), 2**64 - 1) | st.text(max_size=9) | st.binary(max_size=9) | st.booleans(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner, max_size=3),

@@ -51,7 +51,7 @@ class Candidate(NamedTuple):
 
     peer: PeerId
     said_block_s: float
-    """For a decode beside those of this client's sessions there; 0 if it says nothing."""
+    """For a decode beside the others that are there; 0 if it says nothing."""
     sessions: int
     """The sessions that this client has there now."""
     round_trip_s: float | None = None
@@ -61,18 +61,22 @@ class Candidate(NamedTuple):
 
 
 def candidate_of(
-    announcement: Announcement, row_bytes: int, round_trip_s: float | None = None, sessions: int = 0
+    announcement: Announcement, row_bytes: int, round_trip_s: float | None = None, sessions: int = 0, lately: int = 0
 ) -> Candidate:
     """The peer of an announcement, with what the client has measured. `row_bytes` is the size of a hidden state.
 
-    The client has this number of `sessions` there already. Each is in the same forward for the share of the time that
-    it is at the peer, and not on its way. So sessions spread over peers of the same blocks.
+    A decode waits for half of a forward that runs when it comes, and then shares one with the others that are there at
+    a time: those that the peer announces as its load, and those of this client that it does not count yet. The client
+    has `sessions` there, of which it opened some `lately`. If the peer announces no load, all of them count. Each is
+    there for the share of the time in which it is not on its way. So sessions spread over peers of the same blocks.
     """
     offer = announcement.offer
-    block_s = offer.block_us / 1e6
-    if sessions and block_s:
+    block_s, load = offer.block_us / 1e6, offer.load or 0.0
+    uncounted = sessions if offer.load is None else min(lately, sessions)  # some have ended
+    if block_s and (uncounted or load):
         alone_s = block_s * len(offer.span)
-        block_s += sessions * offer.further_block_s * alone_s / (alone_s + (round_trip_s or 0.0))
+        others = load + uncounted * alone_s / (alone_s + (round_trip_s or 0.0))
+        block_s += others * offer.further_block_s + min(1.0, load) * block_s / 2
     upload_bytes_per_s = offer.speed.upload_bytes_per_s
     upload_s = row_bytes / upload_bytes_per_s if upload_bytes_per_s else 0.0
     return Candidate(announcement.peer, block_s, sessions, round_trip_s, upload_s)

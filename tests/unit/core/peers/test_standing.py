@@ -8,12 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llmnode.core.announcement import Announcement, Offer, PeerState
 from llmnode.core.ids import PeerId
+from llmnode.core.model import Precision, Profile
 from llmnode.core.peers.peer_speed import Word
-from llmnode.core.peers.standing import MOST_SUPPOSED_S, PEERS, SLOW, Candidate, Standing
+from llmnode.core.peers.standing import MOST_SUPPOSED_S, PEERS, SLOW, Candidate, Standing, candidate_of
 from llmnode.core.policy import StandingPolicy
 from llmnode.core.route import Hop, HopCost, find_route
 from llmnode.core.span import Span
+from llmnode.core.speed import SHARED_SESSIONS, AnnouncedSpeed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,6 +50,35 @@ def first_choice(standing: Standing, offers: Sequence[Candidate], now_s: float =
 def test_without_lies_costs_are_as_said() -> None:
     costs = Standing(POLICY).costs([Candidate(HONEST[0], 0.001, 0), Candidate(HONEST[1], 0.004, 0)], 0.0)
     assert [costs[each].block_s for each in HONEST[:2]] == [0.001, 0.004]
+
+
+def busy(load: float | None) -> Announcement:
+    """A server of 30 blocks, each of 1 ms alone, and of 0.5 ms more for each further decode."""
+    shared = 1e3 * SHARED_SESSIONS / (BLOCKS * (0.001 + 0.0005 * (SHARED_SESSIONS - 1)))
+    speed = AnnouncedSpeed(tokens_per_1000_s=round(shared))
+    profile = Profile(b"d" * 32, Precision())
+    offer = Offer("model", profile, BLOCKS, Span(0, BLOCKS), PeerState.ONLINE, 1000, 99, 99, speed, load=load)
+    return Announcement(HONEST[0], (), 1, 2, "llmnode/1", offer)
+
+
+@pytest.mark.parametrize(
+    ("load", "sessions", "lately", "block_ms"),
+    [
+        (0.0, 0, 0, 1.0),
+        (0.0, 8, 0, 1.0),  # they only wait
+        (0.0, 8, 8, 5.0),  # the load does not count them yet
+        (None, 8, 0, 5.0),  # an older server
+        (0.5, 0, 0, 1.5),  # half of a forward for half of the time, and half a decode more in its own
+        (4.0, 0, 0, 3.5),
+        (4.0, 4, 2, 4.5),
+    ],
+)
+def test_a_decode_shares_its_forwards_with_what_is_there(
+    load: float | None, sessions: int, lately: int, block_ms: float
+) -> None:
+    candidate = candidate_of(busy(load), 4, None, sessions, lately)
+    assert 1e3 * candidate.said_block_s == pytest.approx(block_ms, rel=0.01)
+    assert candidate.sessions == sessions
 
 
 def test_a_stranger_is_believed_to_be_a_few_times_as_fast_as_others_at_most() -> None:
