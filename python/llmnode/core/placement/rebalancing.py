@@ -49,8 +49,9 @@ class Rebalancer:
         by_paper: bool = False,
         plan: Callable[[Sequence[PlacedServer]], Plan] | None = None,
         paper: Callable[[Sequence[PlacedServer]], Span | None] | None = None,
+        speeds: Callable[[Sequence[PlacedServer]], Sequence[float]] | None = None,
     ) -> None:
-        """`by_paper` decides by the paper's rule. `plan` and `paper` compute decisions in another way: from a cache."""
+        """`by_paper` decides by the paper's rule. `plan`, `paper` and `speeds`, of blocks, may answer from a cache."""
         policy = policy or RebalancePolicy()
         self._me = me
         self._blocks = blocks
@@ -59,6 +60,7 @@ class Rebalancer:
         self._by_paper = by_paper
         self._plan = plan or (lambda servers: plan_moves(blocks, servers, PlanPolicy()))
         self._paper = paper or (lambda servers: better_span(me, blocks, servers, policy.paper_gain))
+        self._speeds = speeds or (lambda servers: block_speeds(blocks, servers))
         self._rests_until_s = float("-inf")
         self._waits_since_s: float | None = None
         self._absent: dict[PeerId, float] = {}
@@ -76,7 +78,7 @@ class Rebalancer:
 
     def sees_gap(self, servers: Sequence[PlacedServer]) -> bool:
         """Whether nobody serves some block, as far as the node knows."""
-        return min(block_speeds(self._blocks, self._present(servers))) <= 0.0
+        return min(self._speeds(self._present(servers))) <= 0.0
 
     def note_move(self, now_s: float) -> None:
         """The node has begun to move."""
@@ -99,7 +101,7 @@ class Rebalancer:
         if mine is None or not mine.online or not mine.movable:
             self._waits_since_s = None
             return Decision()
-        speeds = block_speeds(self._blocks, servers)
+        speeds = self._speeds(servers)
         gap = min(speeds) <= 0.0
         if not gap and (now_s < self._rests_until_s or self._many_load(servers)):
             return Decision()
@@ -119,7 +121,7 @@ class Rebalancer:
         mine = next((server for server in servers if server.peer == self._me), None)
         if mine is None:
             return None
-        speeds = block_speeds(self._blocks, servers)
+        speeds = self._speeds(servers)
         if any(speeds[block] <= 0.0 for block in range(wanted.start, wanted.end)):
             planned: Span | None = wanted  # to close a gap is worth it, whatever else the plan has
         elif self._by_paper:

@@ -68,8 +68,9 @@ def block_speeds(blocks: int, servers: Iterable[PlacedServer]) -> list[float]:
     """Tokens a second that all servers together put through each block."""
     speeds = [0.0] * blocks
     for server in servers:
-        speed = server.speed
-        for block in range(server.span.start, min(server.span.end, blocks)):
+        span = server.span
+        speed = server.speeds[span.end - span.start - 1]  # its `speed`, sooner
+        for block in range(span.start, span.end if span.end < blocks else blocks):
             speeds[block] += speed
     return speeds
 

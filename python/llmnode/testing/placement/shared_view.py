@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from llmnode.core.placement.claims import believed
 from llmnode.core.placement.paper import better_span
 from llmnode.core.placement.plan import plan_moves
+from llmnode.core.placement.servers import block_speeds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,6 +28,7 @@ class SharedView:
         self._sequences: dict[PeerId, int] = {}
         self._servers: list[PlacedServer] | None = None
         self._plan: Plan | None = None
+        self._speeds: list[float] | None = None
         self._paper: dict[PeerId, Span | None] = {}
 
     def hear(self, peer: PeerId, server: PlacedServer | None, sequence: int) -> None:
@@ -38,7 +40,7 @@ class SharedView:
             self._heard.pop(peer, None)
         else:
             self._heard[peer] = server
-        self._servers = self._plan = None
+        self._servers = self._plan = self._speeds = None
         self._paper = {}
 
     def servers(self) -> list[PlacedServer]:
@@ -52,6 +54,14 @@ class SharedView:
         if self._plan is None:
             self._plan = plan_moves(self._blocks, servers, self._plan_policy)
         return self._plan
+
+    def speeds(self, servers: Sequence[PlacedServer]) -> Sequence[float]:
+        """The tokens a second of each block."""
+        if servers is not self._servers:
+            return block_speeds(self._blocks, servers)
+        if self._speeds is None:
+            self._speeds = block_speeds(self._blocks, servers)
+        return self._speeds
 
     def paper(self, me: PeerId, servers: Sequence[PlacedServer]) -> Span | None:
         if servers is not self._servers:

@@ -263,6 +263,7 @@ class _Swarm:
             by_paper=self._rule is Rule.PAPER,
             plan=view.plan,
             paper=lambda servers: view.paper(peer, servers),
+            speeds=view.speeds,
         )
 
     def _tell(self, peer: PeerId, server: PlacedServer | None, delay_s: float = 0.0) -> None:
