@@ -16,6 +16,7 @@ import pytest
 import llmnode
 from llmnode.core.span import Span
 from llmnode.node.settings import without_settings
+from process.forked import Forked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -64,7 +65,7 @@ def no_settings() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def serving() -> Iterator[Callable[..., list[Node]]]:
+def serving(popen: type[subprocess.Popen[str]]) -> Iterator[Callable[..., list[Node]]]:
     """To start a server for each span, and wait until all are ready; they are stopped when the context ends."""
     started: list[Node] = []
 
@@ -74,7 +75,7 @@ def serving() -> Iterator[Callable[..., list[Node]]]:
         options = ["--threads", str(threads), *(["--peers", *peers] if peers else []), *more]
         nodes = [
             Node(
-                subprocess.Popen(
+                popen(
                     [*SERVE, "--blocks", f"{span.start}:{span.end}", *options],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
@@ -97,15 +98,22 @@ def serving() -> Iterator[Callable[..., list[Node]]]:
 
 @pytest.fixture(scope="module")
 def start_servers() -> Iterator[Callable[..., list[Node]]]:
-    """Starts servers for one module."""
-    with serving() as start:
+    """Starts servers for one module. Their imports are done: see `forked.py`."""
+    with serving(Forked) as start:
+        yield start
+
+
+@pytest.fixture(scope="module")
+def start_as_users_do() -> Iterator[Callable[..., list[Node]]]:
+    """Starts servers for one module, each of which imports all that it needs."""
+    with serving(subprocess.Popen) as start:
         yield start
 
 
 @pytest.fixture(scope="session")
 def nodes() -> Iterator[list[Node]]:
     """Two unequal servers, the second of which knows the first, for all tests that leave them as they were."""
-    with serving() as start:
+    with serving(subprocess.Popen) as start:
         (first,) = start([Span(0, 12)])
         yield [first, *start([Span(12, 30)], peers=[first.address])]
 

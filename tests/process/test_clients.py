@@ -17,6 +17,7 @@ from llmnode.core.policy import LinkPolicy
 from llmnode.net.host import open_network
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.messages import Description, unpack
+from process.forked import Forked
 from process.test_exact import NEAR_TIE_LIMIT, PROMPTS, check
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def start_client(peers: list[str]) -> Iterator[Callable[..., subprocess.Popen[st
     def start(prompt: str, new_tokens: int | str) -> subprocess.Popen[str]:
         command = [*GENERATE, "--peers", *peers, "--prompt", prompt, "--max-new-tokens", str(new_tokens)]
         one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # they share the machine's cores
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=one_thread)
+        process = Forked(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=one_thread)
         started.append(process)
         return process
 

@@ -15,6 +15,7 @@ import pytest
 from llmnode.core.span import Span
 from process import in_process
 from process.described import positions
+from process.forked import Forked
 from process.other_policies import with_policies
 
 if TYPE_CHECKING:
@@ -242,7 +243,7 @@ def test_texts_that_are_done_are_printed_before_the_swarm_fails(
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("".join(f"{number}, {number + 1},\n" for number in range(200)))
     command = [*LOOKS_SHORTLY, "generate", "--prompts", str(prompts), "--json", "--max-new-tokens", "40"]
-    with subprocess.Popen(
+    with Forked(
         [*command, "--peers", kept.address, dying.address], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as generating:
         assert generating.stdout is not None
@@ -278,8 +279,10 @@ def test_a_prompt_with_several_samples_is_computed_once(nodes: list[Any]) -> Non
 class Chat:
     """`llmnode chat` with a pipe for a terminal."""
 
-    def __init__(self, *options: str, program: Sequence[str] = LLMNODE) -> None:
-        self.process = subprocess.Popen(
+    def __init__(
+        self, *options: str, program: Sequence[str] = LLMNODE, popen: type[subprocess.Popen[str]] = Forked
+    ) -> None:
+        self.process = popen(
             [*program, "chat", "--temperature", "0", *options],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -319,7 +322,8 @@ def test_chat_remembers_until_reset(nodes: list[Any]) -> None:
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_program(nodes: list[Any]) -> None:
-    chat = Chat("--max-new-tokens", "2000", "--peers", *(node.address for node in nodes))
+    peers = [node.address for node in nodes]
+    chat = Chat("--max-new-tokens", "2000", "--peers", *peers, popen=subprocess.Popen)
     chat.say("Write a very long story about the sea.")
     chat.hear(20)
     chat.process.send_signal(signal.SIGINT)

@@ -18,6 +18,7 @@ import torch
 import llmnode
 from bench.hostile.attacks import Order
 from llmnode.core.span import Span
+from process.forked import Forked
 from process.small_server import expected_tokens
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ def attacked(address: str) -> Iterator[None]:
     command = [sys.executable, "-P", "-m", "bench.hostile.attacks", order.packed()]
     folders = [Path(llmnode.__file__).parents[1], Path(__file__).parents[1]]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))}
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as process:
+    with Forked(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as process:
         try:
             assert process.stdout is not None and process.stdout.readline()
             yield

@@ -15,6 +15,7 @@ import trio
 
 from llmnode.core.policy import ClientPolicy
 from llmnode.models.open_model import open_model
+from process.forked import Forked
 from process.small_server import ANSWER_S, connected, expected_tokens
 from reference.small import BLOCKS, CONFIGS, VOCABULARY, deviation, make_model
 
@@ -53,7 +54,7 @@ class FamilyServer:
 def servers() -> Iterator[list[FamilyServer]]:
     command = [sys.executable, "-P", str(Path(__file__).parent / "family_server.py")]
     pipe = subprocess.PIPE
-    started = [FamilyServer(subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)) for _ in range(2)]
+    started = [FamilyServer(Forked(command, stdin=pipe, stdout=pipe, text=True)) for _ in range(2)]
     try:
         yield started
         for server in started:

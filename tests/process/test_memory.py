@@ -21,10 +21,10 @@ pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 
 def test_memory_of_servers_differs_by_the_size_of_their_tensors(
-    start_servers: Callable[..., list[Any]], folder: ModelFolder
+    start_as_users_do: Callable[..., list[Any]], folder: ModelFolder
 ) -> None:
     blueprint_of(folder)  # the process that draws it has transformers in memory
-    nodes = start_servers([Span(0, 5), Span(5, 15), Span(15, 30)])
+    nodes = start_as_users_do([Span(0, 5), Span(5, 15), Span(15, 30)])
     sizes = [(node.ready["tensor_bytes"] / 2**20, _pss_mib(node)) for node in nodes]
     assert sizes[0][0] == pytest.approx(5 * 2.53564, rel=0.001)
     for (tensors, memory), (more_tensors, more_memory) in pairwise(sizes):

@@ -13,6 +13,7 @@ import torch
 
 import llmnode
 from llmnode.errors import LlmnodeError
+from process.forked import Forked
 from process.other_policies import with_policies
 from process.small_server import expected_tokens
 
@@ -26,7 +27,7 @@ SOON = {"SwarmPolicy.lifetime_s": 15.0, "SwarmPolicy.announce_every_s": 5.0}
 
 def started(stack: ExitStack, *peers: str) -> tuple[subprocess.Popen[str], dict[str, Any]]:
     """A server of 15 of the 30 blocks, once it is ready."""
-    process = subprocess.Popen(
+    process = Forked(
         [*with_policies(SOON), "serve", "--blocks", "15", "--json", "--threads", "1", "--worker", "thread",
          *(["--peers", *peers] if peers else [])],
         stdout=subprocess.PIPE, text=True,

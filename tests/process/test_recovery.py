@@ -18,6 +18,7 @@ from bench.failures.failures import Undisturbed, open_matrix
 from bench.failures.replicas import replicas, start_all
 from llmnode.client.beginnings import beginnings
 from llmnode.client.connect import aconnect, load_parts
+from process.forked import Forked
 from process.test_beams import NEW_TOKENS, TEXTS, both, check_beams
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(300)]
 @pytest.fixture(scope="module")
 def servers(folder: Any) -> Iterator[list[Replica]]:
     """Two for each third of the model, which tests end: they start those that they need."""
-    with replicas(folder.info.blocks, 1) as servers:
+    with replicas(folder.info.blocks, 1, Forked) as servers:
         trio.run(start_all, servers, servers)
         yield servers
 

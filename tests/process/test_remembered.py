@@ -15,7 +15,7 @@ from llmnode.core.peers.dial_gate import scope_of
 from llmnode.core.span import Span
 from llmnode.net.addresses import own_ips
 from llmnode.swarm.former_peers import FILE
-from process import in_process
+from process import forked, in_process
 from process.own_cache import cache_without_peers
 
 if TYPE_CHECKING:
@@ -38,10 +38,10 @@ def own_address() -> str:
 
 
 def generate(peer: str) -> tuple[subprocess.CompletedProcess[str], float]:
-    """`llmnode generate`, as a user runs it, and the seconds that it took."""
+    """`llmnode generate`, and the seconds that it took."""
     began_s = time.monotonic()
     command = [*LLMNODE, "generate", "--json", "--max-new-tokens", "4", "--prompt", "1, 2, 3,", "--peers", peer]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = forked.run(command)
     return done, time.monotonic() - began_s
 
 

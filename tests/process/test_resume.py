@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ import trio
 import llmnode
 from llmnode.client.connect import load_parts
 from llmnode.core.span import Span
+from process import forked
 from process.small_server import expected_tokens
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ with llmnode.resume(sys.argv[1]) as model:
 
 def run(program: str, *arguments: str) -> list[Any]:
     command = [sys.executable, "-P", "-c", program.format(prompt=PROMPT, half=HALF), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = forked.run(command, timeout_s=240)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 

@@ -16,6 +16,7 @@ from llmnode.client.generate import run_blocks
 from llmnode.core.policy import ClientPolicy, SpotCheckPolicy
 from llmnode.errors import IntegrityError, SessionLost
 from process.conftest import Node
+from process.forked import Forked
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -41,7 +42,7 @@ def serve(blocks: Sequence[str]) -> Iterator[list[dict[str, Any]]]:  # Any: JSON
     """Nodes of one swarm; each `peer` and its `addresses`."""
     command = [sys.executable, "-P", str(SERVERS), *blocks]
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True) as process:
+    with Forked(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True) as process:
         node = Node(process)
         try:
             node.wait_ready()

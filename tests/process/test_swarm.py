@@ -23,7 +23,8 @@ from llmnode.core.view import online
 from llmnode.errors import NoRoute, PeerUnreachable
 from llmnode.models.names import EMBEDDED_MODEL
 from llmnode.swarm.join import join_swarm
-from process import in_process
+from process import forked, in_process
+from process.forked import Forked
 from process.other_policies import with_policies
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -42,7 +43,7 @@ class Child:
     """A node as a user starts it; `ready` is its readiness object."""
 
     def __init__(self, program: Sequence[str], *arguments: str) -> None:
-        self.process = subprocess.Popen(
+        self.process = Forked(
             [*program, *arguments, "--json", "--until-stdin-closes"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -163,13 +164,13 @@ def test_a_swarm_forms_loses_a_server_and_takes_another_in(
 
 def test_status_names_the_holes(start: Callable[..., Child]) -> None:
     server = start("serve", "--blocks", "4:6", "--threads", "1")
-    shown = subprocess.run([*LLMNODE, "status", "--peers", server.address], capture_output=True, text=True, check=False)
+    shown = forked.run([*LLMNODE, "status", "--peers", server.address])
     assert shown.returncode == 1
     assert "nobody serves blocks [0, 4), [6, 30)" in shown.stdout
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*LLMNODE, *arguments], capture_output=True, text=True, check=False, timeout=100)
+    return forked.run([*LLMNODE, *arguments])
 
 
 def test_a_private_swarm_is_for_those_who_are_invited(start: Callable[..., Child], tmp_path: Path) -> None:

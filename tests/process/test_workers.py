@@ -148,9 +148,9 @@ def test_a_worker_may_be_a_thread_of_the_node(start_servers: Callable[..., list[
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_worker_ends_with_its_node_however_that_ends(
-    number: signal.Signals, start_servers: Callable[..., list[Any]]
+    number: signal.Signals, start_as_users_do: Callable[..., list[Any]]
 ) -> None:
-    (node,) = start_servers([Span(0, 1)])
+    (node,) = start_as_users_do([Span(0, 1)])
     worker = worker_of(node.process)
     node.process.send_signal(number)
     gone, _ = psutil.wait_procs([worker], timeout=END_S)

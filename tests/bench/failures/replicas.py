@@ -42,8 +42,16 @@ LOOPBACK = "127.0.0.1"
 class Replica:
     """One server of a span. All its lives have the same peer id and address."""
 
-    def __init__(self, span: Span, identity: Path, threads: int, proxies: Proxies, index: int) -> None:
-        """It is behind the proxy of that `index`."""
+    def __init__(
+        self,
+        span: Span,
+        identity: Path,
+        threads: int,
+        proxies: Proxies,
+        index: int,
+        popen: type[subprocess.Popen[str]] = subprocess.Popen,
+    ) -> None:
+        """It is behind the proxy of that `index`. `popen` starts its processes."""
         self.span = span
         self.address = ""
         self.since_ms = 0
@@ -52,6 +60,7 @@ class Replica:
         self._threads = threads
         self._proxies = proxies
         self._index = index
+        self._popen = popen
         self._port = _free_port()
         proxies.aim(index, (LOOPBACK, self._port))
         self._process: subprocess.Popen[str] | None = None
@@ -133,7 +142,7 @@ class Replica:
         command += ["--worker", "thread"]  # `starved` takes memory away from its own process
         command += ["--drain-s", "0"]  # a server that is told to leave does so in the middle of a session
         command += ["--identity", str(self._identity), *(["--peers", *peers] if peers else [])]
-        process = self._process = subprocess.Popen(
+        process = self._process = self._popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
             env=without_settings(os.environ),
             start_new_session=True,  # a Ctrl-C in the terminal does not reach it
@@ -161,12 +170,15 @@ def _free_port() -> int:
 
 
 @contextmanager
-def replicas(blocks: int, threads: int) -> Iterator[list[Replica]]:
+def replicas(
+    blocks: int, threads: int, popen: type[subprocess.Popen[str]] = subprocess.Popen
+) -> Iterator[list[Replica]]:
     """Two servers for each of three spans, not started yet. All are dead when the context ends."""
     spans = TWINS * split_evenly(blocks, SPANS)
     with TemporaryDirectory(prefix="llmnode-failures-") as folder, open_proxies(len(spans)) as proxies:
         servers = [
-            Replica(span, Path(folder) / f"{index}.key", threads, proxies, index) for index, span in enumerate(spans)
+            Replica(span, Path(folder) / f"{index}.key", threads, proxies, index, popen)
+            for index, span in enumerate(spans)
         ]
         try:
             yield servers
