@@ -100,10 +100,35 @@ def test_an_adapter_is_made_anew_only_when_a_matrix_has_changed(options: dict[st
     second = now()
     assert second.digest != first.digest
     assert [block for block in second.parts if second.parts[block] != first.parts[block]] == [2]
+    trained[0].data += 1.0  # as loops by hand do, and torch does not count
+    assert now().digest not in {first.digest, second.digest}
     with torch.no_grad():
         trained[0].fill_(float("nan"))
     with pytest.raises(ConfigError, match="not finite"):
         now()
+
+
+def test_what_a_fused_optimizer_has_changed_is_seen_when_it_is_not_trained_any_more(tmp_path: Path) -> None:
+    save_model(tmp_path, "llama", tied=True)
+    folder = open_saved(tmp_path)
+    adapters = BlockAdapters(folder.info.digest, absent_blocks(folder))
+    blocks = torch.nn.ModuleList(adapters.blocks)
+    peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["q_proj"]), blocks)
+    trained = [each for each in blocks.parameters() if each.requires_grad]
+
+    def frozen() -> Adapter | None:
+        for each in trained:
+            each.requires_grad_(False)
+        (chosen,) = adapters.chosen(1)
+        return chosen.adapter
+
+    before = frozen()
+    for each in trained:
+        each.requires_grad_(True).grad = torch.ones_like(each)
+    torch.optim.AdamW(trained, lr=0.1, fused=True).step()
+    after = frozen()
+    assert before is not None and after is not None
+    assert after.digest != before.digest
 
 
 @pytest.mark.parametrize("case", ["llama", "gpt2", "bloom", "mixtral"])

@@ -1,7 +1,8 @@
 """The LoRA matrices that PEFT has put around absent layers, as an adapter that servers can hold.
 
-An adapter is made anew when a matrix has changed, which torch counts (`Tensor._version`), and only the parts of blocks
-whose matrices have. PEFT itself is not imported: a client that uses it has done so.
+An adapter is made anew when numbers of a matrix have changed, and only the parts of blocks whose matrices have. torch
+counts no changes through `tensor.data`, and none by fused optimizers, so the numbers themselves are compared, by their
+digests. PEFT itself is not imported: a client that uses it has done so.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from llmnode import _native
 from llmnode.client.absent_blocks import is_absent
 from llmnode.client.row_adapters import is_of_rows, names_of_rows
 from llmnode.core.adapters import MOST_RANK
 from llmnode.errors import ConfigError
 from llmnode.models.lora import Lora, matrices, pack_part, values_of
-from llmnode.models.tensors import version_of
+from llmnode.models.tensors import to_bytes
 from llmnode.wire.adapter import make_adapter
 
 if TYPE_CHECKING:
@@ -36,9 +38,8 @@ MOST_MADE = 16
 class _Packed:
     """The bytes of a part, and what they were made of."""
 
-    state: tuple[tuple[object, ...], ...]
-    part: Part
-    """Kept, so that no other tensor gets the id of one of its matrices."""
+    state: Sequence[tuple[str, float, bytes, bytes]]
+    """The digests of the matrices of each layer, by its name and scale."""
     content: tuple[bytes, int]
 
 
@@ -138,17 +139,21 @@ def _parts(layers: Sequence[tuple[int, str, Any]], name: str | None) -> dict[int
 
 def _pack(index: int, part: Part, before: _Packed | None) -> _Packed:
     """`before` if the part has not changed since."""
-    state = tuple((name, lora.scale, version_of(lora.a), version_of(lora.b)) for name, lora in part.items())
-    if before is not None and before.state == state:
-        return before
     own = {
         name: Lora(lora.a.detach().float().cpu(), lora.b.detach().float().cpu(), lora.scale)
         for name, lora in part.items()
     }
+    state = [(name, lora.scale, _digest(lora.a), _digest(lora.b)) for name, lora in own.items()]
+    if before is not None and before.state == state:
+        return before
     for name, lora in own.items():
         if not bool(lora.a.isfinite().all() and lora.b.isfinite().all()):
             raise ConfigError(f"block {index}: {name}: the adapter has numbers that are not finite")
-    return _Packed(state, part, (pack_part(own), values_of(own)))
+    return _Packed(state, (pack_part(own), values_of(own)))
+
+
+def _digest(matrix: torch.Tensor) -> bytes:
+    return _native.blake3_digest(to_bytes(matrix))
 
 
 def trained_matrices(parts: Mapping[int, Part], span: Span) -> list[torch.Tensor]:
