@@ -10,13 +10,14 @@ import logging
 from contextlib import asynccontextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import trio
 
 from llmnode.core.ids import PeerId
 from llmnode.core.policy import PoolPolicy
-from llmnode.errors import ConfigError, PeerError, PeerUnreachable, single_error
+from llmnode.errors import ConfigError, PeerError, PeerUnreachable, SessionClosed, single_error
 from llmnode.swarm.peer_connection import open_connection
 
 if TYPE_CHECKING:
@@ -71,13 +72,15 @@ class ConnectionPool:
         """The open connection to the peer at `addresses`, or a new one to the first address that answers.
 
         All `addresses` are of one peer. If nobody `keeps` the connection, `release` ends it. Raises PeerUnreachable
-        with the last cause, or ConfigError for an address of no known form.
+        with the last cause, ConfigError for an address of no known form, and SessionClosed as `start_soon`.
         """
         if not addresses:
             raise PeerUnreachable("it names no address: it is reached through relays alone, and has lost them")
         peer = PeerId(addresses[0].rpartition("/p2p/")[2])
         asked_s = trio.current_time()
         await trio.lowlevel.checkpoint()
+        if self._nursery.cancel_scope.cancel_called:
+            raise _over()
         while (connection := self._opened.get(peer)) is None or connection.has_ended:
             if (dial := self._dialling.get(peer)) is None:
                 return await self._dial_for_all(peer, addresses, keeps=keeps)
@@ -98,12 +101,15 @@ class ConnectionPool:
                 await _end_all([each])
 
     def warm(self, addresses: Sequence[str]) -> None:
-        """Open a connection that will be used later. A failure is silent."""
-        self._nursery.start_soon(self._connect_quietly, addresses)
+        """Open a connection that will be used later. A failure is silent. Raises SessionClosed as `start_soon`."""
+        self.start_soon(partial(self._connect_quietly, addresses))
 
     def start_soon(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Run `work` in the pool's nursery. It is cancelled when the pool ends."""
-        self._nursery.start_soon(work)
+        """Run `work` in the pool's nursery. It is cancelled when the pool ends. Raises SessionClosed afterwards."""
+        try:
+            self._nursery.start_soon(work)
+        except RuntimeError:  # the nursery has closed, while a task elsewhere still used the pool
+            raise _over() from None
 
     async def _connect_quietly(self, addresses: Sequence[str]) -> None:
         with suppress(PeerError, ConfigError):
@@ -221,6 +227,10 @@ def _all_of(errors: Sequence[PeerError | ConfigError]) -> PeerError | ConfigErro
     if len(texts) == 1:
         return errors[-1]
     return PeerUnreachable("; ".join(list(texts)[-ERRORS_TOLD:]))
+
+
+def _over() -> SessionClosed:
+    return SessionClosed("the connection to the swarm is closed")
 
 
 def _is_relayed(address: str) -> bool:

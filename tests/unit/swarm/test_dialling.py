@@ -23,7 +23,7 @@ from libp2p.security.insecure.transport import PLAINTEXT_PROTOCOL_ID, InsecureTr
 from multiaddr import Multiaddr
 
 from llmnode.core.policy import BudgetPolicy
-from llmnode.errors import ConfigError, PeerUnreachable
+from llmnode.errors import ConfigError, PeerUnreachable, SessionClosed
 from llmnode.net.addresses import LISTEN_ANY_LOOPBACK, parse_peer
 from llmnode.net.explain import explain_failure, name_stranger
 from llmnode.net.host import open_network
@@ -248,3 +248,17 @@ def test_what_the_system_says_is_told_in_its_words(code: int, words: str) -> Non
 )
 def test_another_program_on_the_port_is_named(answer: bytes, words: str) -> None:
     assert words in name_stranger(answer)
+
+
+@in_trio
+async def test_a_pool_that_has_ended_says_so_to_tasks_that_still_use_it() -> None:
+    someone = f"/ip4/127.0.0.1/tcp/1/p2p/{ID.from_pubkey(create_new_key_pair().public_key).to_base58()}"
+    async with open_network([], POLICY) as network:
+        async with open_pool(network) as pool:
+            pass
+        with pytest.raises(SessionClosed):
+            pool.start_soon(trio.sleep_forever)
+        with pytest.raises(SessionClosed):
+            pool.warm([someone])
+        with pytest.raises(SessionClosed):
+            await pool.connect([someone])
