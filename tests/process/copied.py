@@ -13,6 +13,7 @@ import runpy
 import socket
 import subprocess
 import sys
+import tempfile
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -71,6 +72,7 @@ class Request:
             os.close(file)
         os.environ.clear()
         os.environ.update(self._environment)
+        tempfile.tempdir = None  # which an import may have asked for, in the former environment
         if threads := self._environment.get("OMP_NUM_THREADS"):  # which was read when torch was imported
             import_module("torch").set_num_threads(int(threads))
         kind, *rest = self.arguments
@@ -99,7 +101,9 @@ def main() -> None:
 
 def import_all() -> None:
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # or numpy begins with a thread, and threads are not copied
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as `llmnode` and its workers say before they import torch
+    # Libraries read these when they are imported. The command line sets them before, in `settle_libraries`.
+    os.environ.update(OMP_WAIT_POLICY="PASSIVE", TQDM_DISABLE="1")
+    os.environ.update(HF_HUB_VERBOSITY="error", TRANSFORMERS_VERBOSITY="error")
     keep_libraries_offline()
     for module in IMPORTED:
         import_module(module)

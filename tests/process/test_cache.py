@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from llmnode.models.embedded import open_embedded
+from process.forked import Forked
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,7 +29,7 @@ def test_two_processes_at_once_convert_once(tmp_path: Path) -> None:
     left_behind.mkdir(parents=True)
     environment = {**os.environ, "LLMNODE_CACHE": str(tmp_path), "TQDM_DISABLE": "1"}
     both = [
-        subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True, env=environment)
+        Forked([sys.executable, "-P", "-c", PROGRAM], stdout=subprocess.PIPE, text=True, env=environment)
         for _ in range(2)
     ]
     lines = [process.communicate(timeout=180)[0].splitlines() for process in both]

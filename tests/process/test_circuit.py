@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import trio
 
 from llmnode.client.connect import aconnect, load_parts
-from process import in_process
+from process import forked, in_process
 from process.test_swarm import LLMNODE, Child, greedy, start  # noqa: F401 - a fixture
 
 if TYPE_CHECKING:
@@ -78,8 +77,8 @@ def test_who_is_reached_through_no_relay_says_so(start: Callable[..., Child], tm
     server = start("serve", "--blocks", "0:1", "--threads", "1")
     relay, peer = server.address, server.ready["peer"]
     serve = [*LLMNODE, "serve", "--blocks", "0:1", "--relay"]
-    refused = subprocess.run([*serve, relay], capture_output=True, text=True, check=False, timeout=60)
+    refused = forked.run([*serve, relay])
     assert refused.returncode == 1
     assert "relay" in refused.stderr and peer in refused.stderr
-    wrong = subprocess.run([*serve, f"{relay}/p2p-circuit"], capture_output=True, text=True, check=False, timeout=60)
+    wrong = forked.run([*serve, f"{relay}/p2p-circuit"])
     assert wrong.returncode == 2

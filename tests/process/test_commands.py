@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from llmnode.core.span import Span
-from process import in_process
+from process import forked, in_process
 from process.described import positions
 from process.forked import Forked
 from process.other_policies import with_policies
@@ -59,7 +59,7 @@ def test_what_the_servers_signed_for_can_be_verified(nodes: list[Any], tmp_path:
     assert found.returncode == 0, found.stdout
     assert {tuple(part["blocks"]) for part in json.loads(found.stdout)["parts"]} == {(0, 12), (12, 30)}
     file.write_text(file.read_text().replace('"raw"', '"fp16"'))
-    assert _run(*LLMNODE, "verify", str(file)).returncode == 1
+    assert in_process.llmnode("verify", str(file)).returncode == 1
 
 
 def test_a_hole_in_the_route_is_named(start_servers: Callable[..., list[Any]]) -> None:
@@ -73,7 +73,7 @@ def test_a_hole_in_the_route_is_named(start_servers: Callable[..., list[Any]]) -
 def test_a_server_is_known_by_the_address_that_it_announces() -> None:
     forwarded = "/ip4/203.0.113.7/tcp/4001"
     command = [*LLMNODE, "serve", "--blocks", "12:13", "--threads", "1", "--announce", forwarded]
-    with subprocess.Popen(
+    with Forked(
         [*command, "--json", "--until-stdin-closes"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as server:
         assert server.stdout is not None
@@ -89,7 +89,7 @@ def test_a_server_is_known_by_the_address_that_it_announces() -> None:
 def test_a_server_that_others_cannot_dial_is_told_so_and_what_to_do(nodes: list[Any]) -> None:
     command = [*LLMNODE, "serve", "--blocks", "12:13", "--threads", "1", "--peers", nodes[0].address]
     command += ["--listen", "/ip4/127.0.0.3/tcp/0"]  # it is seen at 127.0.0.1
-    with subprocess.Popen(
+    with Forked(
         [*command, "--json", "--until-stdin-closes"],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     ) as server:  # fmt: skip
@@ -182,7 +182,7 @@ def test_more_kv_than_there_is_memory_for_is_refused_with_numbers() -> None:
 
 
 def test_so_is_what_was_asked_for_in_positions() -> None:
-    done = _run(*LLMNODE, "serve", "--blocks", "3", "--kv-tokens", "4000000000", "--json")
+    done = forked.run([*LLMNODE, "serve", "--blocks", "3", "--kv-tokens", "4000000000", "--json"])
     assert done.returncode == 2
     assert "do not fit: " in done.stderr and "Traceback" not in done.stderr
     assert "serve fewer --blocks, lower --kv-tokens or --kv-memory, raise the container's limit" in done.stderr

@@ -1,4 +1,4 @@
-"""`llmnode demo` as a user runs it: what it prints, and that it leaves nothing behind however it ends."""
+"""`llmnode demo`: what it prints, and that it leaves nothing behind however it ends."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import psutil
 import pytest
+
+from process.forked import Forked
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -47,9 +49,10 @@ class RunningDemo:
         return self.process.returncode, stderr
 
 
-@pytest.fixture
-def generating(temp: Path) -> Iterator[RunningDemo]:
-    process = subprocess.Popen(
+@pytest.fixture(params=[Forked])
+def generating(temp: Path, request: pytest.FixtureRequest) -> Iterator[RunningDemo]:
+    """Its servers start as users' do, and the demo itself if it is a `subprocess.Popen`."""
+    process = request.param(
         [*DEMO, "--max-new-tokens", "4000", "--prompt", "1 2 3 4"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -90,6 +93,7 @@ def test_json_is_one_object_on_the_last_line(temp: Path) -> None:
     assert list(temp.iterdir()) == []
 
 
+@pytest.mark.parametrize("generating", [subprocess.Popen], indirect=True)
 def test_ctrl_c_ends_everything(generating: RunningDemo) -> None:
     generating.process.send_signal(signal.SIGINT)
     status, stderr = generating.finish()

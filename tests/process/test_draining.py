@@ -32,11 +32,11 @@ ENDS_WITHIN_S = 10.0
 
 
 class Draining:
-    """`llmnode serve`, as an operator runs it."""
+    """`llmnode serve`, and what it says to its operator."""
 
     def __init__(self, blocks: str, drain_s: float, *peers: str) -> None:
         options = ["--peers", *peers] if peers else []
-        self.process = subprocess.Popen(
+        self.process = Forked(
             [sys.executable, "-P", "-m", "llmnode.node", "serve", "--blocks", blocks, "--json", "--threads", "1",
              "--drain-s", str(drain_s), *options],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
