@@ -250,6 +250,16 @@ def test_a_copy_of_a_model_learns_by_itself_over_the_same_servers(pair: Pair) ->
     assert sum(each.nbytes for each in here) == sum(each.nbytes for each in _ends_of(copied).values())
 
 
+@pytest.mark.parametrize("pair", ["llama"], indirect=True)
+def test_a_module_around_some_blocks_can_be_copied(pair: Pair) -> None:
+    module = torch.nn.Sequential(pair.served.remote_blocks[:1], pair.served.remote_blocks[1:2])
+    copied = copy.deepcopy(module)
+    peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False), copied)
+    given = torch.randn(1, 3, pair.served.remote_blocks.hidden_size)
+    assert copied(given).requires_grad
+    assert not module(given).requires_grad
+
+
 def test_no_state_dict_has_the_weights_of_blocks_and_none_may_be_trained_or_loaded(pair: Pair) -> None:
     state = pair.served.state_dict()
     assert set(state) == set(_ends_of(pair.served))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 import trio
@@ -60,6 +61,14 @@ class RemoteBlocks(torch.nn.Module):
         if chosen.step != 1 or not chosen:
             raise ConfigError(f"blocks[{which}]: name one block, or a range of blocks that follow each other")
         return RemoteBlocks(self._portal, self._passes, Span(chosen.start, chosen.stop), self._adapters)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """The same blocks with adapters of their own, over the same connection: part of a module that is copied."""
+        memo |= {id(each): each for each in (self._portal, self._passes)}
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        made.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return made
 
     @property
     def hidden_size(self) -> int:
