@@ -13,7 +13,7 @@ import pytest
 import trio
 
 import llmnode
-from llmnode.testing import simulate
+from llmnode.testing import seeds, simulate
 
 TESTS = Path(__file__).parents[1]
 SEEDS = (3, 7, 11)
@@ -117,6 +117,17 @@ def test_a_task_that_outlives_its_nursery_is_noticed() -> None:
 
     with pytest.raises(AssertionError, match=r"outlived.*outliver"):
         simulate(main)
+
+
+def test_a_long_run_may_draw_more_than_as_many_times_the_seeds_of_ci(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LLMNODE_SEEDS", "LLMNODE_SEEDS_TIMES", "LLMNODE_FIRST_SEED"):
+        monkeypatch.delenv(name, raising=False)
+    assert seeds(3) == seeds(3, long_run=5) == range(3)
+    monkeypatch.setenv("LLMNODE_SEEDS_TIMES", "3")
+    assert (seeds(3), seeds(3, long_run=5)) == (range(9), range(15))
+    monkeypatch.setenv("LLMNODE_SEEDS", "4")
+    monkeypatch.setenv("LLMNODE_FIRST_SEED", "7")
+    assert seeds(3) == seeds(3, long_run=5) == range(7, 11)
 
 
 def test_the_order_of_tasks_is_part_of_the_seed() -> None:

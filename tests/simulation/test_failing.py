@@ -47,7 +47,7 @@ async def failing_client(swarm: World) -> AsyncIterator[tuple[FailingNetwork, Ro
         nursery.cancel_scope.cancel()
 
 
-@pytest.mark.parametrize("seed", seeds(50))
+@pytest.mark.parametrize("seed", seeds(30, long_run=50))  # the last that takes a new branch is 28
 @simulated
 async def test_each_failure_is_one_recovery_at_once_though_all_peers_have_failed_lately(seed: int) -> None:
     rng = random.Random(seed)

@@ -64,14 +64,16 @@ def simulated(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
     return run
 
 
-def seeds(number: int) -> range:
+def seeds(number: int, *, long_run: int | None = None) -> range:
     """The seeds to try: `number` from 0, or those that the environment names (LLMNODE_SEEDS, _FIRST_SEED).
 
-    LLMNODE_SEEDS_TIMES=2 tries double that number.
+    LLMNODE_SEEDS_TIMES=2 tries double that number, or double `long_run`, for a test whose first seeds take every branch
+    and whose further ones change the order of events alone.
     """
     first = int(os.environ.get(_FIRST_SEED, "0"))
-    times = int(os.environ.get(_TIMES, "1"))
-    return range(first, first + int(os.environ.get(_SEEDS, str(times * number))))
+    times = os.environ.get(_TIMES)
+    drawn = number if times is None else int(times) * (long_run or number)
+    return range(first, first + int(os.environ.get(_SEEDS, str(drawn))))
 
 
 def say_if_it_fails(fact: str) -> None:
