@@ -8,6 +8,7 @@ the loop. Objects that it closes leave with `leave_soon`.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 import trio
 
-from llmnode.errors import SessionClosed, single_error
+from llmnode.errors import ConfigError, SessionClosed, single_error
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
@@ -39,6 +40,7 @@ class Portal:
         self._thread = thread
         self._token = token
         self._nursery = nursery
+        self._process = os.getpid()
 
     def __enter__(self) -> Self:
         return self
@@ -50,7 +52,7 @@ class Portal:
         """Run `function` in the event loop and wait for it. Ctrl-C in the waiting thread cancels it.
 
         Raises the errors of `function`, SessionClosed if the portal closes meanwhile, and RuntimeError from inside the
-        loop itself, which would wait for ever.
+        loop itself, which would wait for ever. Raises ConfigError in a fork of the process, which has no loop.
         """
         answer: Future[T] = Future()
         scope = trio.CancelScope()
@@ -109,6 +111,11 @@ class Portal:
         self.start(lambda: entered.hold(manager), entered.opened)
         return entered
 
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is a fork of the process that has the loop: then nothing here ever answers."""
+        return os.getpid() != self._process
+
     def close(self) -> None:
         """Cancel everything that runs in the loop, end it and its thread. Safe to call twice."""
         self.tell(self._nursery.cancel_scope.cancel)
@@ -118,6 +125,8 @@ class Portal:
         """Start a task; `waiter` is told if that cannot be done any more."""
         if threading.current_thread() is self._thread:
             raise RuntimeError("this is the event loop's own thread: await the async function instead")
+        if self.is_forked:
+            raise ConfigError("a connection to the swarm does not live on in a forked process: connect in that process")
 
         def start() -> None:
             try:
@@ -163,8 +172,10 @@ class Entered(Generic[T]):
     def close(self) -> None:
         """Leave the context, and wait until it is left. Raises the errors of leaving it.
 
-        It may be called twice, and after the portal, which has ended it.
+        It may be called twice, and after the portal, which has ended it. Does nothing in a fork of the process.
         """
+        if self._portal.is_forked:
+            return
         self.leave_soon()
         with contextlib.suppress(SessionClosed):
             self._left.result()

@@ -174,6 +174,32 @@ with open_portal() as portal:
     assert process.returncode == 0
 
 
+def test_a_forked_process_is_told_that_the_loop_is_not_there_and_may_leave() -> None:
+    program = """
+import os, signal
+from contextlib import asynccontextmanager
+from llmnode.client.portal import open_portal
+from llmnode.errors import ConfigError
+@asynccontextmanager
+async def manager():
+    yield
+async def three():
+    return 3
+with open_portal() as portal, portal.enter(manager()):
+    if child := os.fork():
+        _, status = os.waitpid(child, 0)
+        print(os.waitstatus_to_exitcode(status), portal.call(three))
+    else:
+        signal.alarm(10)
+        try:
+            portal.call(three)
+        except ConfigError as error:
+            assert "forked" in str(error)
+"""
+    ran = subprocess.run([sys.executable, "-W", "ignore", "-c", program], stdout=subprocess.PIPE, text=True, check=True)
+    assert ran.stdout == "0 3\n"
+
+
 def test_a_stream_gives_what_comes_and_then_the_error() -> None:
     came: list[int] = []
 
