@@ -263,14 +263,14 @@ def _inside(namespace: str, open_it: Callable[[], Opened]) -> Opened:
 
     def enter_and_open() -> Opened:
         with open(f"/run/netns/{namespace}") as file:
-            _enter(file.fileno())
+            enter(file.fileno())
         return open_it()
 
     with ThreadPoolExecutor(max_workers=1) as thread:
         return thread.submit(enter_and_open).result()
 
 
-def _enter(namespace: int) -> None:
+def enter(namespace: int) -> None:
     """`os.setns`, which Python has since 3.12."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.setns(namespace, _CLONE_NEWNET) != 0:

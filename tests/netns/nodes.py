@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from process.forked import Forked
 from process.other_policies import with_policies
 
 if TYPE_CHECKING:
@@ -44,10 +45,11 @@ HIDDEN_BYTES = 576 * 4
 class Child:
     """A process at a place. It talks in lines of JSON."""
 
-    def __init__(self, place: Place, *command: str) -> None:
+    def __init__(self, place: Place, *command: str, popen: type[subprocess.Popen[str]] = Forked) -> None:
+        """`popen` starts it. By default its imports are done: see `process/forked.py`."""
         self.place = place
         self._stderr = TemporaryFile("w+")  # noqa: SIM115 - for as long as the process
-        self.process = subprocess.Popen(
+        self.process = popen(
             place.command(*command),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -107,11 +109,11 @@ class Child:
 
 @contextmanager
 def children() -> Iterator[Callable[..., Child]]:
-    """Start processes in places: `start(place, *command)`. All have ended when the context ends."""
+    """Start processes in places: `start(place, *command)`, as a `Child` does. All have ended when the context ends."""
     started: list[Child] = []
 
-    def start(place: Place, *command: str) -> Child:
-        started.append(Child(place, *command))
+    def start(place: Place, *command: str, popen: type[subprocess.Popen[str]] = Forked) -> Child:
+        started.append(Child(place, *command, popen=popen))
         return started[-1]
 
     try:

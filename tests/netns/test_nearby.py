@@ -13,6 +13,7 @@ import pytest
 
 from netns.lan import open_lan, why_no_lan
 from netns.nodes import LLMNODE, PROMPT, Child, children
+from process import forked, in_process
 from process.own_cache import cache_without_peers
 
 if TYPE_CHECKING:
@@ -83,10 +84,10 @@ def as_a_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def generate(host: Host, *flags: str) -> tuple[subprocess.CompletedProcess[str], float]:
-    """`llmnode generate` as a user runs it, and the seconds that it took."""
+    """`llmnode generate`, whose imports are done, and the seconds that it took."""
     command = [*LLMNODE, "generate", "--json", "--prompt", PROMPT, "--max-new-tokens", str(FEW_TOKENS), *flags]
     began_s = time.monotonic()
-    done = subprocess.run(host.command(*command), capture_output=True, text=True, check=False, timeout=100)
+    done = forked.run(host.command(*command))
     return done, time.monotonic() - began_s
 
 
@@ -107,7 +108,8 @@ def test_two_servers_form_one_swarm_and_a_third_machine_uses_it_without_flags(
 ) -> None:
     one, two, user = lan
     with children() as start:
-        first: Any = start(one, *SERVE, "--blocks", "0:15")
+        # A user would start it so. It is flooded, and its memory is measured.
+        first: Any = start(one, *SERVE, "--blocks", "0:15", popen=subprocess.Popen)
         alone = said_until_ready(first)
         assert "warning: listening at 192.168.77.1, and found there by mDNS" in alone
         assert "this one begins a swarm" in alone and "serving HuggingFaceTB/SmolLM2-135M-Instruct" in alone
@@ -125,10 +127,7 @@ def test_two_servers_form_one_swarm_and_a_third_machine_uses_it_without_flags(
         record_property("found_and_generated_s", round(took_s, 1))
         record_property("generated_with_peers_s", round(named_s, 1))
 
-        told = subprocess.run(
-            user.command(sys.executable, "-P", "-c", PROGRAM, PROMPT),
-            capture_output=True, text=True, check=False, timeout=100,
-        )  # fmt: skip
+        told = forked.run(user.command(sys.executable, "-P", "-c", PROGRAM, PROMPT))
         assert told.returncode == 0, told.stderr
         assert json.loads(told.stdout) == question.expected[:FEW_TOKENS]
         assert FOUND in told.stderr
@@ -167,7 +166,7 @@ def check_a_flood_costs_little(host: Host, server: int, record_property: Callabl
 def test_a_private_swarm_is_told_to_nobody(lan: list[Host], tmp_path: Path) -> None:
     one, _, user = lan
     key = tmp_path / "swarm.key"
-    made = subprocess.run([*LLMNODE, "invite", "--swarm-key", str(key)], capture_output=True, text=True, check=False)
+    made = in_process.llmnode("invite", "--swarm-key", str(key))
     assert made.returncode == 0, made.stderr
     with children() as start:
         listen = f"/ip4/{one.address}/tcp/0"

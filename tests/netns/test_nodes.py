@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +21,7 @@ from netns.nodes import (
     relay_command,
     serve_command,
 )
+from process import forked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -96,7 +96,7 @@ def calm(world: World) -> Iterator[None]:
 def test_the_command_line_generates_from_behind_masquerade(world: World) -> None:
     command = [*LLMNODE, "generate", "--json", "--peers", world.relay.address]
     command += ["--prompt", PROMPT, "--max-new-tokens", str(FEW_TOKENS)]
-    done = subprocess.run(world.client.place.command(*command), capture_output=True, text=True, check=False)
+    done = forked.run(world.client.place.command(*command))
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     assert answer["prompt_token_ids"] == world.question.prompt
@@ -125,7 +125,7 @@ def test_the_doctor_knows_who_needs_no_relay(world: World) -> None:
 
 def reach_seen_from(place: Place, world: World) -> dict[str, str]:
     command = [*LLMNODE, "doctor", "--json", "--peers", world.relay.address, world.twins[0].address]
-    done = subprocess.run(place.command(*command), capture_output=True, text=True, check=False)
+    done = forked.run(place.command(*command))
     assert done.returncode == 0, done.stderr
     (found,) = [each for each in json.loads(done.stdout)["findings"] if each["check"] == "reach"]
     return dict(found)

@@ -5,6 +5,7 @@ A copy of a server is two processes. The second one waits until the server start
 
 from __future__ import annotations
 
+import faulthandler
 import fcntl
 import gc
 import json
@@ -20,6 +21,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from llmnode.models.sources.online import keep_libraries_offline
+from netns.internet import enter
 from process.forked import DONE, MESSAGE_BYTES, Forked
 
 if TYPE_CHECKING:
@@ -48,6 +50,7 @@ class Request:
         self._environment: dict[str, str] = said["environment"]
         self._folder: str = said["folder"]
         self._new_session: bool = said["new_session"]
+        self._namespace: str = said["namespace"]
         self._numbers: list[int] = said["numbers"]
         self._files = files
 
@@ -59,6 +62,12 @@ class Request:
     def close(self) -> None:
         for file in self._files:
             os.close(file)
+
+    def enter_namespace(self) -> None:
+        """Moves this process into its network namespace, if it has one."""
+        if self._namespace:
+            with open(Path("/run/netns", self._namespace)) as namespace:
+                enter(namespace.fileno())
 
     def become(self) -> None:
         """Runs the program in this process."""
@@ -73,6 +82,8 @@ class Request:
         os.environ.clear()
         os.environ.update(self._environment)
         tempfile.tempdir = None  # which an import may have asked for, in the former environment
+        if self._environment.get("PYTHONFAULTHANDLER"):  # which Python reads when it starts
+            faulthandler.enable()
         if threads := self._environment.get("OMP_NUM_THREADS"):  # which was read when torch was imported
             import_module("torch").set_num_threads(int(threads))
         kind, *rest = self.arguments
@@ -91,6 +102,7 @@ def main() -> None:
     connection = socket.socket(fileno=int(sys.argv[1]))
     import_all()
     request = next_copy(connection)
+    request.enter_namespace()
     if request.has_worker:
         request = with_worker(request)
     request.become()

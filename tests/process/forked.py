@@ -22,15 +22,20 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
 PYTHON = [sys.executable, "-P"]
+IN_NAMESPACE = ["ip", "netns", "exec"]
+"""A command of `tests/netns` begins with this, and the name of a namespace."""
 MESSAGE_BYTES = 1 << 17
 DONE = b"it is yours"
 _PR_SET_CHILD_SUBREAPER = 36
+_Popen = subprocess.Popen
+"""It stays this one where `Forked` has taken its place."""
 
 
 class Forked(subprocess.Popen[Any]):
-    """A Popen of `python -P -m MODULE ...` or `python -P -c CODE ...`, and an ordinary one except on Linux.
+    """A Popen of `python -P -m MODULE ...`, `python -P -c CODE ...` or `python -P FILE ...`.
 
-    The process is a child of this one, and has the environment, the files and the session that it was given.
+    It is an ordinary one for other programs, and except on Linux. The process is a child of this one, and has the
+    environment, the files, the session and the network namespace that it was given.
     """
 
     copy: ClassVar[Callable[[Mapping[str, object], Sequence[int]], int | None]] = staticmethod(
@@ -43,15 +48,17 @@ class Forked(subprocess.Popen[Any]):
         given = dict(zip(execute.__func__.__code__.co_varnames[2:], others, strict=False))
         ends = [given[end] for end in ("p2cread", "c2pwrite", "errwrite")]
         numbers = [0, 1, 2, *given["pass_fds"]]
+        place, command = _split_namespace(list(args))
         request = {
-            "arguments": list(args[len(PYTHON) :]),
+            "arguments": command[len(PYTHON) :],
+            "namespace": place,
             "environment": dict(os.environ if given["env"] is None else given["env"]),
             "folder": given["cwd"] or os.getcwd(),
             "new_session": given["start_new_session"],
             "numbers": numbers,
         }
         files = [number if end == -1 else end for number, end in zip(numbers, ends, strict=False)]
-        can = sys.platform == "linux" and list(args[: len(PYTHON)]) == PYTHON
+        can = sys.platform == "linux" and command[: len(PYTHON)] == PYTHON
         pid = Forked.copy(request, [*files, *given["pass_fds"]]) if can else None
         if pid is None:
             execute(args, *others)
@@ -60,6 +67,13 @@ class Forked(subprocess.Popen[Any]):
         self._child_created = True
         pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
         self._close_pipe_fds(*(given[pipe] for pipe in pipes))  # type: ignore[attr-defined] # as above
+
+
+def _split_namespace(command: list[str]) -> tuple[str, list[str]]:
+    """Returns the name of the network namespace, or "", and the command that runs there."""
+    if command[: len(IN_NAMESPACE)] != IN_NAMESPACE:
+        return "", command
+    return command[len(IN_NAMESPACE)], command[len(IN_NAMESPACE) + 1 :]
 
 
 def run(command: Sequence[str], timeout_s: float = 100.0) -> subprocess.CompletedProcess[str]:
@@ -81,9 +95,7 @@ class _Template:
         with theirs:
             command = [*PYTHON, "-m", "process.copied", str(theirs.fileno())]
             environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-            self._process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], env=environment, start_new_session=True
-            )
+            self._process = _Popen(command, pass_fds=[theirs.fileno()], env=environment, start_new_session=True)
         atexit.register(self._end)
 
     def copy(self, request: Mapping[str, object], files: Sequence[int]) -> int:
