@@ -8,12 +8,14 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import psutil
 import pytest
 
 from llmnode.node.batch_generate import AT_ONCE_PER_STAGE
 from process import in_process
+from process.forked import Forked
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(420)]
 
@@ -22,10 +24,19 @@ BENCH = [*LLMNODE, "bench"]
 TOKENS, CHUNKS = 2, 2
 
 
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs `llmnode bench` in this process. Its servers are copies of one that has done their imports: see `forked.py`.
+
+    The benchmarks of the daily run start theirs as a user does.
+    """
+    with patch.object(subprocess, "Popen", Forked):
+        return in_process.llmnode("bench", *arguments)
+
+
 @pytest.mark.timeout(920)  # some 140 s, and twice that where the machine is slow: eight servers, one after the other
 def test_quality_compares_every_variant_with_transformers() -> None:
     options = ["--json", "--thin", "--tokens", str(TOKENS), "--chunks", str(CHUNKS)]
-    done = in_process.llmnode("bench", "quality", *options)
+    done = bench("quality", *options)
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
     report = json.loads(line)
@@ -63,16 +74,13 @@ def test_quality_compares_every_variant_with_transformers() -> None:
 
 
 def test_more_chunks_than_text_are_refused() -> None:
-    done = subprocess.run(
-        [*BENCH, "quality", "--chunks", "100000"], capture_output=True, text=True, timeout=100, check=False
-    )
+    done = bench("quality", "--chunks", "100000")
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith("llmnode: --chunks 100000: the text has ")
 
 
 def test_the_swarm_of_any_model_is_compared_with_transformers_and_is_exact() -> None:
-    command = [*BENCH, "swarm", "--model", "llama-34m", "--repeats", "1", "--tokens", "4", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    done = bench("swarm", "--model", "llama-34m", "--repeats", "1", "--tokens", "4", "--json")
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
     report = json.loads(line)
@@ -89,8 +97,8 @@ def test_the_swarm_of_any_model_is_compared_with_transformers_and_is_exact() -> 
 
 def test_clients_are_compared_with_one_alone_and_are_exact(tmp_path: Path) -> None:
     drawn = tmp_path / "sharing.svg"
-    command = ["bench", "clients", "--thin", "--repeats", "1", "--tokens", "4", "--plot", str(drawn), "--json"]
-    done = in_process.llmnode(*command)
+    command = ["clients", "--thin", "--repeats", "1", "--tokens", "4", "--plot", str(drawn), "--json"]
+    done = bench(*command)
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
     report = json.loads(line)
@@ -109,8 +117,8 @@ def test_clients_are_compared_with_one_alone_and_are_exact(tmp_path: Path) -> No
 
 
 def test_a_forward_of_a_batch_is_compared_with_one_process_and_is_exact() -> None:
-    command = ["bench", "forward", "--thin", "--repeats", "1", "--json"]
-    done = in_process.llmnode(*command)
+    command = ["forward", "--thin", "--repeats", "1", "--json"]
+    done = bench(*command)
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
     report = json.loads(line)
@@ -126,9 +134,9 @@ def test_a_forward_of_a_batch_is_compared_with_one_process_and_is_exact() -> Non
 
 @pytest.mark.daily
 def test_device_compares_servers_with_transformers_in_the_same_precision() -> None:
-    command = ["bench", "device", "--thin", "--repeats", "1", "--tokens", "4", "--json"]
+    command = ["device", "--thin", "--repeats", "1", "--tokens", "4", "--json"]
     command += ["--device", "cpu", "--model", "llama-34m", "--precision", "float32", "bfloat16"]
-    done = in_process.llmnode(*command)
+    done = in_process.llmnode("bench", *command)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     theirs, one, two, theirs_in_bf16, in_bf16 = report["rows"]
@@ -146,8 +154,8 @@ def test_device_compares_servers_with_transformers_in_the_same_precision() -> No
 
 
 def test_training_through_servers_learns_as_one_process_does_and_leaves_nothing() -> None:
-    command = ["bench", "training", "--thin", "--repeats", "1", "--json"]
-    done = in_process.llmnode(*command)
+    command = ["training", "--thin", "--repeats", "1", "--json"]
+    done = bench(*command)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     one, alone, both, decodes, beside, small, large, memory = report["rows"]
@@ -198,8 +206,8 @@ def test_table1_is_exact_whatever_fails_and_counts_what_was_drawn() -> None:
 
 @pytest.mark.daily
 def test_table2_is_within_the_limit_of_its_links_and_of_what_servers_are_charged() -> None:
-    command = ["bench", "table2", "--thin", "--repeats", "1", "--tokens", "4", "--json"]
-    done = in_process.llmnode(*command)
+    command = ["table2", "--thin", "--repeats", "1", "--tokens", "4", "--json"]
+    done = in_process.llmnode("bench", *command)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     one_form = [
@@ -221,8 +229,8 @@ def test_table2_is_within_the_limit_of_its_links_and_of_what_servers_are_charged
 
 
 def test_forwarding_compares_direct_with_relayed_steps_over_links_of_a_known_delay() -> None:
-    command = ["bench", "forwarding", "--thin", "--repeats", "1", "--tokens", "4", "--json"]
-    done = in_process.llmnode(*command)
+    command = ["forwarding", "--thin", "--repeats", "1", "--tokens", "4", "--json"]
+    done = bench(*command)
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
     report = json.loads(line)
@@ -240,8 +248,8 @@ def test_forwarding_compares_direct_with_relayed_steps_over_links_of_a_known_del
 
 
 def test_plan_forecasts_the_route_that_a_session_takes() -> None:
-    command = ["bench", "plan", "--thin", "--repeats", "1", "--tokens", "4", "--json"]
-    done = in_process.llmnode(*command)
+    command = ["plan", "--thin", "--repeats", "1", "--tokens", "4", "--json"]
+    done = bench(*command)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     rows = {row["quantity"]: row for row in report["rows"]}
@@ -256,8 +264,8 @@ def test_plan_forecasts_the_route_that_a_session_takes() -> None:
 
 @pytest.mark.daily
 def test_routing_tries_every_route_and_takes_the_nearer_of_two_equal_servers() -> None:
-    command = ["bench", "routing", "--thin", "--tokens", "4", "--json"]
-    done = in_process.llmnode(*command)
+    command = ["routing", "--thin", "--tokens", "4", "--json"]
+    done = in_process.llmnode("bench", *command)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     row, decisions = report["rows"]
@@ -271,7 +279,7 @@ def test_routing_tries_every_route_and_takes_the_nearer_of_two_equal_servers() -
 def test_checkouts_compares_this_one_with_itself() -> None:
     root = Path(__file__).parents[2]
     command = ["bench", "checkouts", str(root), "--thin", "--repeats", "1", "--tokens", "2", "--json"]
-    done = in_process.llmnode(*command)
+    done = in_process.llmnode(*command)  # its nodes are of that checkout
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(done.stdout.splitlines()[-1])["rows"]
     assert row["swarm"] == "1 server, 1 client"
@@ -280,8 +288,8 @@ def test_checkouts_compares_this_one_with_itself() -> None:
 
 
 def test_workers_compares_a_thread_with_a_process_alone_and_under_load() -> None:
-    command = ["bench", "workers", "--thin", "--repeats", "1", "--tokens", "4", "--json"]
-    done = in_process.llmnode(*command)
+    command = ["workers", "--thin", "--repeats", "1", "--tokens", "4", "--json"]
+    done = bench(*command)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert [(row["what"], row["worker"]) for row in report["rows"]] == [
@@ -313,8 +321,8 @@ def test_a_pipeline_of_three_nodes_is_faster_than_one_and_no_faster_than_its_sta
 
 
 def test_a_soak_leaves_no_session_and_no_kv_and_every_choice_is_exact() -> None:
-    command = ["bench", "soak", "--thin", "--json"]
-    done = in_process.llmnode(*command)
+    command = ["soak", "--thin", "--json"]
+    done = bench(*command)
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
     report = json.loads(line)
@@ -349,8 +357,8 @@ def test_a_soak_that_is_interrupted_leaves_no_process_behind() -> None:
 
 @pytest.mark.daily
 def test_churn_kills_a_server_and_starts_it_again_while_texts_stay_exact() -> None:
-    command = ["bench", "churn", "--thin", "--json"]
-    done = in_process.llmnode(*command)
+    command = ["churn", "--thin", "--json"]
+    done = in_process.llmnode("bench", *command)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     (row,) = report["rows"]
