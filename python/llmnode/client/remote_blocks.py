@@ -211,13 +211,17 @@ class _Crossing(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         blocks: RemoteBlocks = ctx.blocks
+        if (gone := ctx.gone) is None:
+            raise RuntimeError("a second backward through remote blocks: say retain_graph=True in the first one")
         calls = [
             partial(blocks._passes.all_gradients, each.crossed, to_bytes(gradient.float()))
-            for each, gradient in zip(ctx.gone, gradients, strict=True)
+            for each, gradient in zip(gone, gradients, strict=True)
         ]
         all_found = blocks._portal.call(lambda: _together(calls))
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            ctx.gone = None  # torch frees its saved tensors too, while a program may keep the loss
         of_given: list[torch.Tensor | None] = []
-        for each, gradient, found in zip(ctx.gone, gradients, all_found, strict=True):
+        for each, gradient, found in zip(gone, gradients, all_found, strict=True):
             of_given.append(from_bytes(found.hidden, gradient.shape[1]))
             of_given.append(None if each.prompts is None else torch.from_numpy(found.prompts).view(each.prompts))
             matrices = torch.from_numpy(found.adapter)
