@@ -47,6 +47,12 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_tokens(parser, 40, "tokens of each burst")
     add_thin(parser)
     add_threads(parser)
+    parser.add_argument(
+        "--servers",
+        type=int,
+        choices=sorted({servers for servers, _ in SWARMS}),
+        help="only swarms with this number of servers (default: all)",
+    )
 
 
 def _checkout(text: str) -> Path:
@@ -59,7 +65,7 @@ def _checkout(text: str) -> Path:
 
 
 def run(options: Options) -> Report:
-    swarms = SWARMS[:1] if options.thin else SWARMS
+    swarms = [each for each in SWARMS if options.servers in (None, each[0])][: 1 if options.thin else None]
     rows, aims = [], []
     for servers, clients in swarms:
         name = f"{_some(servers, 'server')}, {_some(clients, 'client')}"
