@@ -202,3 +202,29 @@ def test_autocast_is_of_the_clients_part_alone(pair: Pair) -> None:
     assert 0 < _error(output.loss, exact) < 0.02
     output.loss.backward()
     assert ours.score.weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["adapter", "head"])
+def test_data_parallel_processes_share_what_is_here_alone(pair: Pair, kind: str) -> None:
+    """One process is enough for torch to put the parameters of a model in order, as it does for several."""
+    if kind == "adapter":
+        config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+        model: Any = peft.get_peft_model(copy.deepcopy(pair.served), config)
+        ids = torch.arange(1, 7)[None]
+        batch = {"input_ids": ids, "labels": ids}
+    else:
+        _, model = _with_head(pair, "sequence-classification", num_labels=2)
+        batch = _collated(_examples()[:2])
+    model(**batch).loss.backward()
+    expected = [each.grad.clone() for each in model.parameters() if each.grad is not None]
+    model.zero_grad()
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        parallel = torch.nn.parallel.DistributedDataParallel(model)
+        parallel(**batch).loss.backward()
+    finally:
+        torch.distributed.destroy_process_group()
+    found = [each.grad for each in model.parameters() if each.grad is not None]
+    assert expected
+    for ours, theirs in zip(found, expected, strict=True):
+        assert _error(ours, theirs) < FURTHEST

@@ -149,6 +149,16 @@ class Distributed(PreTrainedModel):
         """Bytes of hidden states that have crossed our links, for all models and sessions of this connection."""
         return self._connection.client.traffic
 
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> Sequence[str]:
+        """The parameters that are with the servers, by the names that this model and one of PEFT around it have.
+
+        torch's DistributedDataParallel, which accelerate uses for several processes, asks a model for this, and makes
+        all others the same in all processes.
+        """
+        absent = [name for name, each in self.named_parameters() if each.untyped_storage().nbytes() < each.nbytes]
+        return [f"{prefix}{name}" for prefix in ("", "base_model.model.") for name in absent]
+
     def tie_weights(self, *_args: Any, **_kwargs: Any) -> None:
         """Tied weights have been read as one."""
 
