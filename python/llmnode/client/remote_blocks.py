@@ -119,7 +119,9 @@ class RemoteBlocks(torch.nn.Module):
         real = real.to(hidden.device)
         lengths = real.sum(1).tolist()
         if not (longest := max(lengths)):
-            return torch.zeros_like(hidden)
+            parts = [each.parts for each in self._adapters.chosen(len(hidden))]
+            trained = [matrix for each in parts for matrix in trained_matrices(each, self.span)]
+            return _zeros_of(hidden, [hidden, *trained, *([] if prompts is None else [prompts])])
         if longest > self._passes.model.context_tokens:
             raise ConfigError(f"{longest} positions in a row: the model's context is {self._passes.model.context_text}")
         shortest = min(length for length in lengths if length)
@@ -229,6 +231,12 @@ class _Crossing(torch.autograd.Function):
             for values, (shape, dtype, device) in zip(flat, each.trained, strict=True):
                 of_given.append(values.view(shape).to(device, dtype))
         return None, None, *of_given
+
+
+def _zeros_of(hidden: torch.Tensor, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Zeros of the shape of `hidden`, in a graph in which the gradients of `inputs` are zero."""
+    empty = torch.cat([each.flatten()[:0].to(hidden) for each in inputs])
+    return torch.zeros_like(hidden).masked_scatter(torch.zeros_like(hidden, dtype=torch.bool), empty)
 
 
 async def _together(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:

@@ -1,4 +1,4 @@
-"""Remote blocks as a module of torch: what their graph keeps."""
+"""Remote blocks as a module of torch: what their graph keeps, and its gradients."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from llmnode.client.block_adapters import Chosen
 from llmnode.client.portal import open_portal
 from llmnode.client.remote_blocks import RemoteBlocks
 from llmnode.core.span import Span
+from llmnode.models.lora import Lora
 from llmnode.session.passes import PassGradients
 
 if TYPE_CHECKING:
@@ -58,3 +59,21 @@ def test_a_loss_that_is_kept_keeps_no_hidden_states_after_its_backward() -> None
         assert torch.equal(hidden.grad, torch.full_like(hidden, 2))
         with pytest.raises(RuntimeError, match="second"):
             loss.backward()
+
+
+def test_a_backward_of_a_batch_that_is_all_padding_gives_zeros_for_hidden_states_adapter_and_prompts() -> None:
+    passes: Any = _Passes()
+    lora = Lora(torch.ones(2, 4, requires_grad=True), torch.ones(4, 2, requires_grad=True), 1.0)
+    parts = {1: {"layer": lora}}
+    adapters: Any = SimpleNamespace(
+        blocks=[torch.nn.Module(), torch.nn.Module()], chosen=lambda rows: [Chosen(range(rows), parts, None)]
+    )
+    hidden, prompts = torch.ones(2, 3, 4, requires_grad=True), torch.ones(2, 1, 1, 4, requires_grad=True)
+    with open_portal() as portal:
+        output = RemoteBlocks(portal, passes, Span(0, 2), adapters)(hidden, torch.zeros(2, 3), prompts)
+    assert torch.equal(output, torch.zeros(2, 3, 4))
+    (output.sum() * float("nan")).backward()  # as that of a mean over no tokens
+    for each in (hidden, prompts, lora.a, lora.b):
+        assert each.grad is not None
+        assert torch.equal(each.grad, torch.zeros_like(each))
+    assert not passes.crossed
