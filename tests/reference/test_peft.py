@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -75,6 +76,25 @@ def test_a_client_without_weights_has_the_layers_that_peft_finds_in_the_whole_mo
     theirs = parts_of(peft.get_peft_model(whole, config), "default", family_of(folder.config).block_prefix)
     (chosen,) = adapters.chosen(1)
     assert _sizes(chosen.parts) == _sizes(theirs)
+
+
+@pytest.mark.parametrize("name", ["merge_adapter", "merge_and_unload"])
+@pytest.mark.parametrize("safe_merge", [False, True])
+@pytest.mark.parametrize("case", ["llama", "gpt2"])
+def test_an_adapter_is_not_merged_into_weights_that_are_with_servers(
+    case: str, safe_merge: bool, name: str, tmp_path: Path
+) -> None:
+    save_model(tmp_path, case, tied=True)
+    folder = open_saved(tmp_path)
+    adapters = BlockAdapters(folder.info.digest, absent_blocks(folder))
+    config = peft.LoraConfig(r=2, target_modules=TARGETS[case][0])
+    model: Any = peft.PeftModel(torch.nn.ModuleList(adapters.blocks), config)  # type: ignore[arg-type]
+    (before,) = adapters.chosen(1)
+    for each in (model, copy.deepcopy(model)):
+        with pytest.raises(ConfigError, match=r"with the servers: save it, and merge it where"):
+            getattr(each, name)(safe_merge=safe_merge)
+    (after,) = adapters.chosen(1)
+    assert after.adapter is before.adapter is not None
 
 
 @pytest.mark.parametrize("options", [{}, {"fused": True}], ids=["plain", "fused"])

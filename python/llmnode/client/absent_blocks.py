@@ -51,6 +51,22 @@ class _Absent(torch.nn.Module):
             given[-1].append(f"{found[0]}: the weights of blocks are with the servers: leave out such tensors")
 
 
+class _Part(torch.nn.Module):
+    """A block or a module in it, with absent layers. A layer that PEFT puts around one of these refuses to merge."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if hasattr(value, "get_base_layer") and is_absent(value.get_base_layer()):
+            value.__dict__["merge"] = _refuse_merge
+        super().__setattr__(name, value)
+
+
+def _refuse_merge(*_args: object, **_options: object) -> NoReturn:
+    raise ConfigError(
+        "an adapter cannot be merged into weights that are with the servers: save it, and merge it where the whole "
+        "model is"
+    )
+
+
 class AbsentLinear(_Absent, torch.nn.Linear):
     """A linear layer whose weights are with the servers: its weight has the shape, and four bytes of memory."""
 
@@ -94,9 +110,9 @@ def is_absent(module: torch.nn.Module) -> bool:
 
 def absent_blocks(folder: ModelFolder) -> list[torch.nn.Module]:
     """One module for each block of a model. Reads no weights. Raises ModelError as `load_span`."""
-    blocks = []
+    blocks: list[torch.nn.Module] = []
     for layers in _layers(folder):
-        block = torch.nn.Module()
+        block = _Part()
         for path, layer in layers.items():
             _put(block, path, layer)
         blocks.append(block)
@@ -143,7 +159,7 @@ def _put(block: torch.nn.Module, path: str, layer: torch.nn.Module) -> None:
     module = block
     for parent in parents:
         if parent not in module._modules:
-            module.add_module(parent, torch.nn.Module())
+            module.add_module(parent, _Part())
         module = module.get_submodule(parent)
     module.add_module(name, layer)
 
