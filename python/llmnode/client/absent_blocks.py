@@ -165,4 +165,4 @@ def _put(block: torch.nn.Module, path: str, layer: torch.nn.Module) -> None:
 
 
 def _absent(*shape: int) -> torch.nn.Parameter:
-    return torch.nn.Parameter(torch.zeros(()).expand(shape), requires_grad=False)
+    return torch.nn.Parameter(torch.zeros((), dtype=torch.float32).expand(shape), requires_grad=False)

@@ -119,7 +119,7 @@ def scores(ends: SharedEnds, ran: Ran, kept: ScoredColumns, vocabulary: int) -> 
         with only_row(ran.by_row, 0):
             scored = ends.logits(wanted[0][2]).clone()  # else transformers could not change scores in place
         return scored[None] if kept.are_apart else scored
-    found = [torch.zeros(len(columns), vocabulary) for columns in kept.columns]
+    found = [torch.zeros(len(columns), vocabulary, dtype=torch.float32) for columns in kept.columns]
     longest = max((len(states) for _, _, states in wanted), default=1)
     together = 1 if ran.by_row else max(1, MOST_ROWS // max(1, longest))
     for start in range(0, len(wanted), together):
@@ -254,7 +254,7 @@ def _recorded(module: torch.nn.Module) -> Collection[str]:
 
 def _padded(ran: Ran, rows: Sequence[torch.Tensor | None], size: int) -> torch.Tensor:
     size = next((states.shape[1] for states in rows if states is not None), size)
-    whole = torch.zeros(*ran.real.shape, size)
+    whole = torch.zeros(*ran.real.shape, size, dtype=torch.float32)
     for row, first in enumerate(ran.firsts):
         states = rows[first]
         if states is not None:

@@ -99,7 +99,7 @@ class RecordedForwards:
         span, shape = key
         _, nothing = lay_out([], shape)
         numbers = nothing.to(self._pool.device)
-        hidden = torch.zeros((shape.tokens, hidden_size), device=self._pool.device)
+        hidden = torch.zeros((shape.tokens, hidden_size), dtype=torch.float32, device=self._pool.device)
 
         def step(hidden: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
             return self._run(span, shape, (), hidden, numbers)

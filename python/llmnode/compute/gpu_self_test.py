@@ -72,7 +72,8 @@ def _try_out(forwards: RecordedForwards, pool: PagePool, span: Span, hidden_size
     try:
         for _ in range(1 + STEPS):
             parts = [(kv, kv.length, length) for kv, length in zip(kvs, lengths, strict=True)]
-            outputs.append(forwards.run(span, parts, torch.randn(sum(lengths), hidden_size, generator=generator)))
+            hidden = torch.randn(sum(lengths), hidden_size, generator=generator, dtype=torch.float32)
+            outputs.append(forwards.run(span, parts, hidden))
             for kv, length in zip(kvs, lengths, strict=True):
                 kv.length += length
             lengths = [1] * len(kvs)

@@ -76,7 +76,8 @@ def _draw(folder: ModelFolder, family: Family) -> Blueprint:
         rotary_scaling=float(theirs.attention_scaling),
         blocks=blocks,
     )
-    positions, like = torch.arange(min(_TRIED_POSITIONS, drawn.context.tokens))[None], torch.zeros(1)
+    positions = torch.arange(min(_TRIED_POSITIONS, drawn.context.tokens))[None]
+    like = torch.zeros(1, dtype=torch.float32)
     ours = Rotary(drawn.frequencies, drawn.rotary_scaling)(positions, like.dtype)
     pairs = zip(ours, theirs(like, positions), strict=True)
     if not all(torch.allclose(one, other, rtol=0, atol=_TURNS_APART) for one, other in pairs):

@@ -84,7 +84,7 @@ class Rotary(torch.nn.Module):
 
     def __init__(self, frequencies: Sequence[float], scaling: float) -> None:
         super().__init__()
-        self.frequencies = torch.nn.Buffer(torch.tensor(frequencies), persistent=False)
+        self.frequencies = torch.nn.Buffer(torch.tensor(frequencies, dtype=torch.float32), persistent=False)
         self.scaling = scaling
 
     def forward(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

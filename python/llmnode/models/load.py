@@ -304,7 +304,7 @@ def found_block_bytes(folder: ModelFolder) -> int | None:
         return None
     name = "self_attn.k_proj.weight"  # a small one tells most models that need all their bits
     outputs, inputs = blueprint.blocks[0].shapes[name]
-    layer = torch.nn.Linear(inputs, outputs, bias=False, device="meta").requires_grad_(False)
+    layer = torch.nn.Linear(inputs, outputs, bias=False, dtype=torch.float32, device="meta").requires_grad_(False)
     layer.load_state_dict({"weight": read_block(folder, 0, {name: layer.weight})[name]}, assign=True)
     if found_narrow(layer) is None:
         return None

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
 from llmnode.errors import ModelError
@@ -36,7 +38,6 @@ def without_weights(
 
     Raises ModelError if transformers makes no model of the config.
     """
-    from accelerate import init_empty_weights
     from transformers import AttentionInterface, AutoModelForCausalLM
 
     for name, function in ATTENTIONS.items():
@@ -54,7 +55,7 @@ def without_weights(
         )
     known = "eager" if family.own_attention else attention
     try:
-        with init_empty_weights(include_buffers=False), _NothingDrawn():
+        with _one_model, _WithoutStorage(), _NothingDrawn():
             model = (kind or AutoModelForCausalLM).from_config(
                 config, dtype=dtype, attn_implementation=known, trust_remote_code=False
             )
@@ -65,6 +66,40 @@ def without_weights(
         ) from error
     model.config._attn_implementation = attention  # by which the decoder knows whether to make a mask
     return model.eval()  # dropout is for training
+
+
+_one_model = threading.Lock()
+"""transformers sets torch's default dtype while it makes a model, for all threads."""
+
+
+class _WithoutStorage:
+    """In its context, in this thread alone, parameters of modules lose their storage.
+
+    `accelerate.init_empty_weights` does so in all threads, and for ever if two of them overlap: a program may make
+    models of its own meanwhile.
+    """
+
+    _here = threading.local()
+
+    def __enter__(self) -> None:
+        self._here.is_entered = True
+
+    def __exit__(self, *_error: object) -> None:
+        self._here.is_entered = False
+
+    @classmethod
+    def take(cls, _module: torch.nn.Module, _name: str, parameter: torch.nn.Parameter) -> torch.nn.Parameter | None:
+        """Returns the parameter that the module gets; None for the same one."""
+        if not getattr(cls._here, "is_entered", False):
+            return None
+        kind: Any = type(parameter)  # Any: a subclass may take more
+        made: torch.nn.Parameter = kind(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        made.__dict__.update(parameter.__dict__)
+        return made
+
+
+# It stays there: torch looks through its hooks in all threads, so none may come or go.
+register_module_parameter_registration_hook(_WithoutStorage.take)  # type: ignore[arg-type] # torch takes a parameter
 
 
 class _NothingDrawn(TorchFunctionMode):
@@ -129,7 +164,7 @@ class _NoPositions(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.none = torch.nn.Buffer(torch.zeros(()), persistent=False)  # where the blocks are
+        self.none = torch.nn.Buffer(torch.zeros((), dtype=torch.float32), persistent=False)  # where the blocks are
 
     def forward(self, *_args: Any, **_kwargs: Any) -> torch.Tensor:
         return self.none

@@ -90,7 +90,7 @@ def native_blocks(blocks: torch.nn.ModuleList, rotary: Rotary) -> NativeBlocks |
         )
     except ValueError:  # a size that is not a multiple of its step, or a window of 0
         return None
-    return NativeBlocks(native, torch.empty(1, kv_heads, 0, attention.head_dim))
+    return NativeBlocks(native, torch.empty(1, kv_heads, 0, attention.head_dim, dtype=torch.float32))
 
 
 def native_adapter(parts: Mapping[int, Part], targets: Mapping[int, Mapping[str, Target]]) -> _native.LlamaAdapter:

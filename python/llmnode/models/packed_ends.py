@@ -26,7 +26,7 @@ class _StandIn(torch.nn.Parameter):
         if _is_wide(self):
             copied: torch.nn.Parameter = super().__deepcopy__(memo)  # type: ignore[no-untyped-call]  # torch's
             return copied
-        made = memo[id(self)] = _StandIn(torch.zeros(()).expand(self.shape), requires_grad=False)
+        made = memo[id(self)] = _StandIn(torch.zeros((), dtype=torch.float32).expand(self.shape), requires_grad=False)
         return made  # torch would fill the copy with numbers
 
 
@@ -42,9 +42,8 @@ class _NarrowWeight(torch.nn.Module):
 
     def _hold(self, layer: Narrow) -> None:
         self.layer = layer
-        sizes = layer.outputs, layer.inputs
-        stand_in = layer.__dict__.setdefault("stand_in", _StandIn(torch.zeros(()).expand(sizes), requires_grad=False))
-        self._parameters["weight"] = stand_in
+        nothing = torch.zeros((), dtype=torch.float32).expand(layer.outputs, layer.inputs)
+        self._parameters["weight"] = layer.__dict__.setdefault("stand_in", _StandIn(nothing, requires_grad=False))
 
     @property
     def is_narrow(self) -> bool:

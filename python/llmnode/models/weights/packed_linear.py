@@ -77,7 +77,7 @@ class Q4Linear(torch.nn.Module):
         if not _is_in_groups(plain.weight):
             return None
         codes = torch.empty(outputs, inputs // 2, dtype=torch.uint8)
-        levels = torch.empty(outputs, inputs // _GROUP, 2)
+        levels = torch.empty(outputs, inputs // _GROUP, 2, dtype=torch.float32)
         is_found = _native.pack_q4(plain.weight.detach().numpy(), codes.numpy(), levels.numpy())
         return cls(codes, levels, plain.bias) if is_found else None
 
@@ -87,7 +87,7 @@ class Q4Linear(torch.nn.Module):
     def rows(self, which: torch.Tensor) -> torch.Tensor:
         """The same as `HalfLinear.rows`."""
         codes, levels = torch.embedding(self.codes, which), torch.embedding(self.levels.flatten(1), which)
-        weights = torch.empty(*which.shape, self.inputs)
+        weights = torch.empty(*which.shape, self.inputs, dtype=torch.float32)
         _native.widen(("q4", codes.numpy(), levels.numpy()), weights.numpy())
         return weights
 
@@ -117,7 +117,8 @@ class Q8Linear(torch.nn.Module):
         outputs, inputs = plain.weight.shape
         if not _is_in_groups(plain.weight):
             return None
-        codes, steps = torch.empty(outputs, inputs, dtype=torch.int8), torch.empty(outputs, inputs // _GROUP)
+        codes = torch.empty(outputs, inputs, dtype=torch.int8)
+        steps = torch.empty(outputs, inputs // _GROUP, dtype=torch.float32)
         is_found = _native.pack_q8(plain.weight.detach().numpy(), codes.numpy(), steps.numpy())
         return cls(codes, steps, plain.bias) if is_found else None
 
@@ -127,7 +128,7 @@ class Q8Linear(torch.nn.Module):
     def rows(self, which: torch.Tensor) -> torch.Tensor:
         """The same as `HalfLinear.rows`."""
         codes, steps = torch.embedding(self.codes, which), torch.embedding(self.steps, which)
-        weights = torch.empty(*which.shape, self.inputs)
+        weights = torch.empty(*which.shape, self.inputs, dtype=torch.float32)
         _native.widen(("q8", codes.numpy(), steps.numpy()), weights.numpy())
         return weights
 
@@ -210,5 +211,5 @@ def _scratch(*shape: int) -> torch.Tensor:
     floats: torch.Tensor | None = getattr(_kept, "floats", None)
     if floats is None or len(floats) < math.prod(shape):
         with torch.inference_mode(mode=False):  # or it could not be written to outside
-            floats = _kept.floats = torch.empty(math.prod(shape))
+            floats = _kept.floats = torch.empty(math.prod(shape), dtype=torch.float32)
     return floats[: math.prod(shape)].view(shape)

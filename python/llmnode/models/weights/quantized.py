@@ -172,7 +172,8 @@ def _int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes, and the scales of outputs."""
     if weight.is_meta:  # torch takes the same time for an empty tensor as for a small layer
         outputs, inputs = weight.shape
-        return torch.empty(outputs, inputs, dtype=torch.int8, device="meta"), torch.empty(outputs, device="meta")
+        scales = torch.empty(outputs, dtype=torch.float32, device="meta")
+        return torch.empty(outputs, inputs, dtype=torch.int8, device="meta"), scales
     weight = weight.float()
     scale = _scale(weight.abs().amax(1))
     codes = (weight / scale[:, None]).round_().to(torch.int8)
@@ -184,7 +185,9 @@ def _nf4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     if weight.is_meta:
         count = weight.numel()
         packed = torch.empty((count + 1) // 2, 1, dtype=torch.uint8, device="meta")
-        return packed, torch.empty(-(-count // NF4_BLOCK), device="meta"), torch.empty(_NF4_CODES, device="meta")
+        sizes = -(-count // NF4_BLOCK), _NF4_CODES
+        scales, values = (torch.empty(size, dtype=torch.float32, device="meta") for size in sizes)
+        return packed, scales, values
     codes, state = _bitsandbytes().functional.quantize_4bit(weight.contiguous(), blocksize=NF4_BLOCK, quant_type="nf4")
     return codes, state.absmax, state.code
 
