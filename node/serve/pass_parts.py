@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 _KEPT_BYTES = 16 << 20
 """A backward takes fewer sequences at once if it would keep more than this between its parts."""
 
+_ALONE_BYTES = 512 << 10
+"""Sequences of a pass that is computed alone go together up to these bytes of hidden states, at every server alike."""
+
 
 class PassParts:
     """The parts of one pass, for the worker of `served`."""
@@ -46,9 +49,10 @@ class PassParts:
         *,
         trains_adapter: bool,
         number: int,
+        alone: bool,
     ) -> None:
         """Without `trains_adapter` the client wants no gradients for the numbers of the adapter. `number` is that of
-        the pass among those of its link.
+        the pass among those of its link. The bits of one that is computed `alone` depend on nothing else here.
         """
         self.prompts: DeepPrompts = NO_PROMPTS
         """Those of the whole pass. To be set before anything is computed."""
@@ -64,16 +68,18 @@ class PassParts:
         self.compute_us = 0
         self._worker = served.worker
         self._account = client.peer, priority, None if adapter is None else adapter.digest
-        self._group, self._number = client.group, number
+        self._group, self._number, self._alone = client.group, number, alone
         self._kept_bytes = len(span) * served.model.row_bytes
         """A backward keeps this for each position that goes together."""
         self._lengths = lengths
         self._most_together = _KEPT_BYTES // self._kept_bytes
-        self._cut(self._worker.pass_positions(Evaluate, len(span)))
+        self._most_alone = _ALONE_BYTES // served.model.row_bytes
+        self._cut(Evaluate)
 
-    def _cut(self, most_positions: int) -> None:
-        """Have sequences go together up to this number of positions."""
-        self._groups = grouped(self._lengths, min(most_positions, self._most_together))
+    def _cut(self, kind: type[Evaluate | Backward]) -> None:
+        """Have sequences go together up to the number of positions that there is time and memory for."""
+        most_positions = min(self._worker.pass_positions(kind, len(self.span)), self._most_together)
+        self._groups = grouped(self._lengths, self._most_alone if self._alone else most_positions)
         self._sizes = [sum(group) for group in self._groups]
         self._rows = [*pairwise(accumulate(map(len, self._groups), initial=0))]
 
@@ -113,7 +119,7 @@ class PassParts:
         return b"".join([await self._output(*part) for part in parts])
 
     async def gradients(self, hidden: Buffer, gradient: Buffer) -> Buffer:
-        self._cut(self._worker.pass_positions(Backward, len(self.span)))
+        self._cut(Backward)
         both = (split_rows(each, self._sizes) for each in (hidden, gradient))
         return b"".join([await self._gradient(*part) for part in zip(self._groups, self._rows, *both, strict=True)])
 
@@ -141,7 +147,7 @@ class PassParts:
             values = 0 if self._adapter is None else self._adapter.manifest.values(blocks)
             prompts = self._prompts(blocks, rows)
             more = values, self._waited_s, prompts
-            whose = self._group, self._number
+            whose = self._group, self._number, self._alone
             backward = Backward(blocks, lengths, hidden, gradient, *self._account, *more, *whose)
             found = memoryview(await self._do(backward))
             gradient_bytes = memoryview(gradient).nbytes
@@ -153,7 +159,7 @@ class PassParts:
 
     def _evaluate(self, blocks: Span, lengths: tuple[int, ...], rows: tuple[int, int], hidden: Buffer) -> Evaluate:
         more = self._waited_s, self._prompts(blocks, rows)
-        return Evaluate(blocks, lengths, hidden, *self._account, *more, self._group, self._number)
+        return Evaluate(blocks, lengths, hidden, *self._account, *more, self._group, self._number, self._alone)
 
     def _prompts(self, blocks: Span, rows: tuple[int, int]) -> DeepPrompts:
         own = self.prompts.of_blocks(blocks.start - self.span.start, blocks.end - self.span.start)

@@ -17,7 +17,7 @@ from llmnode.errors import ConfigError, PeerRefused, RemoteProtocolError, Worker
 from llmnode.node.serve.pass_parts import PassParts
 from llmnode.wire.deep_prompts import PromptsForm
 from llmnode.wire.frame import Frame, FrameType
-from llmnode.wire.messages import FROZEN_ADAPTER, RefusalCode, pack, unpack
+from llmnode.wire.messages import ALONE, FROZEN_ADAPTER, RefusalCode, pack, unpack
 from llmnode.wire.pass_deadline import deadline_s
 from llmnode.wire.pass_messages import Pass, Passed
 from llmnode.wire.payload import Codec, HiddenForm, decode_hidden
@@ -75,9 +75,17 @@ class LinkPasses:
         with ExitStack() as refused:
             if (adapter := served.use(request.adapter, span)) is not None:
                 refused.callback(adapter.release)
-            trains = not _is_frozen(request)
-            whose = self._client, priority, adapter
-            parts = PassParts(served, span, request.lengths, *whose, trains_adapter=trains, number=next(self._numbers))
+            parts = PassParts(
+                served,
+                span,
+                request.lengths,
+                self._client,
+                priority,
+                adapter,
+                trains_adapter=not _says(request, FROZEN_ADAPTER),
+                number=next(self._numbers),
+                alone=_says(request, ALONE),
+            )
             work_bytes = form.work_bytes(positions) * (1 + _halves(frame))
             # Prompts are held as they came, and by part; their gradients as they come, summed, and in the answer.
             work_bytes += prompts.size_bytes * (5 if frame.type is FrameType.BACKWARD else 2)
@@ -137,12 +145,12 @@ class LinkPasses:
         )
 
 
-def _is_frozen(request: Pass) -> bool:
-    """Whether the client wants no gradients for the adapter. Raises RemoteProtocolError for anything but a yes."""
-    if FROZEN_ADAPTER not in (extensions := request.extensions or {}):
+def _says(request: Pass, name: str) -> bool:
+    """Whether the client says the extension `name`. Raises RemoteProtocolError for anything but a yes."""
+    if name not in (extensions := request.extensions or {}):
         return False
-    if extensions[FROZEN_ADAPTER] is not True:
-        raise RemoteProtocolError(f"Pass.extensions: {FROZEN_ADAPTER} is true or left out")
+    if extensions[name] is not True:
+        raise RemoteProtocolError(f"Pass.extensions: {name} is true or left out")
     return True
 
 

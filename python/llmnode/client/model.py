@@ -36,6 +36,7 @@ def connect(  # noqa: PLR0913  # each is an option that users know, and all but 
     adapter: str | None = None,
     spot_check: float = 0.0,
     relayed_prefill: str = "wait",
+    deterministic: bool = False,
     report: Callable[[str], None] = lambda _line: None,
 ) -> DistributedModelForCausalLM:
     """The model `name` (by default the embedded one), its blocks in the swarm of `peers`, as a transformers model.
@@ -53,10 +54,16 @@ def connect(  # noqa: PLR0913  # each is an option that users know, and all but 
     that others compute again (`session/spot_checks.py`); a session that so finds a cheat ends with SessionLost, and
     training goes on without the cheat. `relayed_prefill` is for long prompts to servers that are reached through a
     relay: "wait" some seconds for a direct way and then use the relay, "allow" that at once, or "refuse" it with
-    ConfigError. `report` is told in a line what takes long, as a download does. The model is a context manager; or call
-    `close()` when done. Raises ConfigError, AdapterError, PeerError or NoRoute.
+    ConfigError. With `deterministic`, or after `torch.use_deterministic_algorithms(True)`, training gives the same bits
+    each time, also if servers die in it, if the servers' processors, threads and versions are alike. It is slower, and
+    older servers refuse it. `report` is told in a line what takes long, as a download does. The model is a context
+    manager; or call `close()` when done. Raises ConfigError, AdapterError, PeerError or NoRoute.
     """
-    policy = ClientPolicy(spot_checks=SpotCheckPolicy(spot_check), relayed=RelayedPolicy(prefill=relayed_prefill))
+    policy = ClientPolicy(
+        spot_checks=SpotCheckPolicy(spot_check),
+        relayed=RelayedPolicy(prefill=relayed_prefill),
+        deterministic=deterministic,
+    )
     name, way_in = model_and_way_in(name, () if peers is None else peers, swarm_key)
     if peers is None:
         with open_portal() as portal:

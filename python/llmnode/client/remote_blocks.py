@@ -200,7 +200,9 @@ class _Crossing(torch.autograd.Function):
             if prompts is not None:  # copied, since the backward needs them as they are now
                 count, rows, positions, _ = prompts.shape
                 own = DeepPrompts(count, rows, positions, to_bytes(prompts.clone()))
-            calls.append(partial(passes.outputs, blocks.span, each.lengths, to_bytes(hidden), each.adapter, own))
+            given_here = each.lengths, to_bytes(hidden), each.adapter, own
+            is_deterministic = torch.are_deterministic_algorithms_enabled()
+            calls.append(partial(passes.outputs, blocks.span, *given_here, deterministic=is_deterministic))
         found = blocks._portal.call(lambda: _together(calls))
         ctx.blocks = blocks
         ctx.gone = [

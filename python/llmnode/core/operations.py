@@ -227,6 +227,8 @@ class Evaluate(Operation[Computed]):
     """The client's address group, as in `Open`."""
     number: int = 0
     """The pass of a client with the least number goes first, with all of its parts."""
+    alone: bool = False
+    """Nothing else is computed together with it, since a product of more rows may give them other bits."""
 
     @property
     def positions(self) -> int:
@@ -255,6 +257,7 @@ class Backward(Operation[Computed]):
     prompts: DeepPrompts = NO_PROMPTS
     group: str = ""
     number: int = 0
+    alone: bool = False
 
     @property
     def positions(self) -> int:

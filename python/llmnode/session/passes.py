@@ -37,7 +37,7 @@ from llmnode.wire import deep_prompts
 from llmnode.wire.deep_prompts import are_sound, most_prompts, prompts_extension
 from llmnode.wire.fields import MOST_SEQUENCES
 from llmnode.wire.frame import FrameType
-from llmnode.wire.messages import FROZEN_ADAPTER, RefusalCode, pack, unpack
+from llmnode.wire.messages import ALONE, FROZEN_ADAPTER, RefusalCode, pack, unpack
 from llmnode.wire.pass_deadline import deadline_extension
 from llmnode.wire.pass_messages import Pass, Passed
 from llmnode.wire.payload import Codec, HiddenForm, decode_hidden
@@ -76,6 +76,8 @@ class Batch:
     """Those of the blocks of `span`."""
     first_prompt: int = 0
     """The place of its first row of prompts, among those of all batches."""
+    alone: bool = False
+    """Servers compute it together with nothing else, so that its bits are always the same."""
 
     @property
     def positions(self) -> int:
@@ -146,12 +148,17 @@ class SwarmPasses:
         hidden: Buffer,
         adapter: Adapter | None = None,
         prompts: DeepPrompts = NO_PROMPTS,
+        *,
+        deterministic: bool = False,
     ) -> tuple[Buffer, Sequence[Crossed]]:
         """Put whole sequences, which lie end to end in `hidden`, through the blocks of `span`, which have `adapter`.
 
-        `prompts` are those of the blocks of `span`, and the sequences are longer than they. `gradients` needs the
-        second result. Raises ConfigError for what no server can take, NoRoute if nobody holds some of the blocks, and
-        SessionLost if peers failed for too long.
+        `prompts` are those of the blocks of `span`, and the sequences are longer than they. If it is `deterministic`,
+        here or by the client's policy, the bits of outputs and gradients do not depend on the servers' speed, on what
+        else they compute, nor on which of several alike computes. `gradients` needs the second result.
+
+        Raises ConfigError for what no server can take, NoRoute if nobody holds some of the blocks, and SessionLost if
+        peers failed for too long.
         """
         if adapter is not None and self.model.adapter is not None:
             raise ConfigError("blocks compute one adapter: this client names another one that servers hold")
@@ -167,7 +174,8 @@ class SwarmPasses:
 
         async def cross(number: int, first: int) -> None:
             own = prompts.of_sequences(first, first + len(groups[number]))
-            batch = Batch(span, groups[number], adapter, own, first if prompts.rows > 1 else 0)
+            first = first if prompts.rows > 1 else 0
+            batch = Batch(span, groups[number], adapter, own, first, deterministic or self._finder.policy.deterministic)
             borders, output = await self._cross(batch, parts[number])
             found[number] = output, Crossed(batch, tuple(borders))
 
@@ -337,6 +345,8 @@ class SwarmPasses:
         needed = prompts_extension(prompts)
         if self.model.adapter is not None and not is_forward:
             needed[FROZEN_ADAPTER] = True  # we have not its numbers
+        if batch.alone:
+            needed[ALONE] = True
         meta = pack(
             Pass(
                 **profile_fields(profile),
@@ -357,7 +367,7 @@ class SwarmPasses:
             try:
                 answer = await connection.ask_pass(question, expected, timeout_s, meta, payload, form.value_bytes)
             except PeerRefused as refusal:
-                if prompts and refusal.code == RefusalCode.UNKNOWN_EXTENSION:
+                if prompts and not batch.alone and refusal.code == RefusalCode.UNKNOWN_EXTENSION:
                     connection.knows_prompts = False
                 raise
             self._patience.note(connection.peer, size, trio.current_time() - began_s)

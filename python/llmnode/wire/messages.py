@@ -290,11 +290,13 @@ POSITIONS = "positions"
 FIGURES = "figures"
 FROZEN_ADAPTER = "frozen_adapter"
 """The client wants no gradients for the numbers of the adapter, which it need not have."""
+ALONE = "alone"
+"""The bits of the answer are not to depend on the server's speed, nor on what else it computes."""
 EXTENSIONS: Mapping[type[Any], Set[str]] = {
     **{kind: frozenset() for kind in get_args(Extended)},
     Description: {FIGURES},
     OpenRequest: {PROMPTS, POSITIONS},
-    Pass: {DEADLINE_MS, FROZEN_ADAPTER, PROMPTS},
+    Pass: {ALONE, DEADLINE_MS, FROZEN_ADAPTER, PROMPTS},
 }
 """The names that are known here. Others are ignored, unless the message requires them."""
 

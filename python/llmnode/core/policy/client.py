@@ -268,6 +268,8 @@ class ClientPolicy:
     memory_patience_s: float = 60.0
     """A hop that nobody else could replace, and that has no memory for a step now, is given it again for this long.
     Other steps of the same client may be what fills its memory."""
+    deterministic: bool = False
+    """Training gives the same bits each time, also if servers leave (`SwarmPasses.outputs`)."""
     chunk_tokens: int = 512
     """A prefill is sent in chunks of this many positions, so that no frame and no forward grows with the prompt."""
     chunks_ahead: int = 3

@@ -79,7 +79,8 @@ class PassQueue:
                 continue
             each = self._queued[ticket].operation
             is_alike = type(each) is type(first.operation) and each.span == first.operation.span
-            if not chosen or (is_alike and positions + each.positions <= self._policy.fast_prefill):
+            may_join = is_alike and not each.alone and not first.operation.alone
+            if not chosen or (may_join and positions + each.positions <= self._policy.fast_prefill):
                 chosen[ticket] = each
                 positions += each.positions
                 self._counters.charge(self._queued[ticket].client, self._queued[ticket].cost)

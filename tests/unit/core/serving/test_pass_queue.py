@@ -117,6 +117,14 @@ def test_passes_share_a_batch_while_positions_get_cheaper_and_only_with_their_ki
     assert third in scheduler._passes
 
 
+@pytest.mark.parametrize(("first", "second"), [(True, False), (False, True), (True, True)])
+def test_nothing_is_computed_together_with_a_pass_that_is_to_be_alone(first: bool, second: bool) -> None:
+    scheduler = Scheduler(POLICY)
+    for client, alone in enumerate((first, second)):
+        scheduler.add(replace(evaluate(client, 2), alone=alone), 0.0)
+    assert [len(run(scheduler, 0.0).passes) for _ in range(2)] == [1, 1]
+
+
 def test_a_pass_is_not_overtaken_anew_before_each_of_its_parts() -> None:
     """The part of a pass that has waited goes before passes that came while it waited, of whatever client."""
     scheduler = Scheduler(POLICY)
