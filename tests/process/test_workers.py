@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,16 @@ with Node(blocks="0:1", threads=1) as node:
     (worker,) = psutil.Process().children()
     print(json.dumps([node.blocks, worker.environ()["PYTHONPATH"].partition(":")[0]]))
 """
+
+
+def workers_of_this_process() -> list[psutil.Process]:
+    """The workers of nodes in this process. Processes that other tests have ended may be its children, too."""
+    found = []
+    for each in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):  # or a zombie
+            if "llmnode.compute.child" in each.cmdline():
+                found.append(each)
+    return found
 
 
 def worker_of(server: subprocess.Popen[str]) -> psutil.Process:
@@ -90,7 +101,7 @@ def test_a_node_in_a_program_changes_its_blocks_and_its_session_goes_on_elsewher
             (late,) = start_servers([Span(15, 30)], peers=[first.address])
             model._portal.call(lambda: model._client.swarm.meet(late.address))
             peer = node.running.peer
-            (worker,) = [each for each in psutil.Process().children() if "llmnode.compute.child" in each.cmdline()]
+            (worker,) = workers_of_this_process()
             node.change_span(0, 15, drain_s=0.0)
             assert (node.blocks, node.running.peer) == ((0, 15), peer)
             assert worker.is_running(), (

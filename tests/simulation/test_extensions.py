@@ -19,7 +19,7 @@ from llmnode.testing.link import MemoryLink
 from llmnode.testing.network import peer_named
 from llmnode.wire.frame import FrameType
 from llmnode.wire.messages import EXTENSIONS
-from unit.grown import EXTENDED, LOAD, extended
+from unit.grown import ALTITUDE, EXTENDED, extended
 
 if TYPE_CHECKING:
     from llmnode.core.ids import PeerId
@@ -43,7 +43,7 @@ def extend(monkeypatch: pytest.MonkeyPatch, names: Collection[str], required: Fr
         await tell(self, frame)
 
     def describe_more(self: Server) -> Description:
-        return replace(describe(self), extensions={"load": LOAD} if self.network.peer in peers else None)
+        return replace(describe(self), extensions={"altitude": ALTITUDE} if self.network.peer in peers else None)
 
     monkeypatch.setattr(PeerConnection, "tell", tell_more)
     monkeypatch.setattr(Server, "describe", describe_more)
@@ -94,7 +94,7 @@ async def test_a_server_of_protocol_1_is_not_asked_for_an_extension_that_a_clien
     extend(monkeypatch, {"client"}, required=kind)
     arrived = arrivals(monkeypatch)
     for known in EXTENSIONS:
-        monkeypatch.setitem(EXTENSIONS, known, {"load"})
+        monkeypatch.setitem(EXTENSIONS, known, {"altitude"})
     async with open_world() as swarm:
         swarm.internet.old = {peer_named("server0")}
         for name, span in SERVERS.items():

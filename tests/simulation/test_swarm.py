@@ -153,10 +153,10 @@ def grow(monkeypatch: pytest.MonkeyPatch, names: Collection[str]) -> None:
     monkeypatch.setattr(membership, "sign_announcement", sign)
 
 
-def with_load(node: SimulatedNode) -> set[str]:
+def with_altitude(node: SimulatedNode) -> set[str]:
     """The peers whose new field this node passes on."""
     held = node.swarm.view.newer_than({})
-    return {each.announcement.peer for each in held if b"load" in each.signed.body}
+    return {each.announcement.peer for each in held if b"altitude" in each.signed.body}
 
 
 @pytest.mark.parametrize("newer", [{0}, {1}, {0, 1}], ids=str)
@@ -178,7 +178,7 @@ async def test_nodes_that_announce_a_field_more_and_nodes_without_it_are_one_swa
         for node in [relay, *nodes]:
             assert len(node.knows) == len(nodes)
             assert node.swarm.unread == 0
-            assert with_load(node) == names, "fields are passed on"
+            assert with_altitude(node) == names, "fields are passed on"
         async with swarm.session() as (session, _):
             await Dialogue(session, random.Random(1)).step(3)
 
@@ -201,7 +201,7 @@ async def test_nodes_of_protocol_1_are_told_only_what_they_can_read_and_keep_no_
         await trio.sleep(60)
         for node in [relay, *nodes]:
             assert len(node.knows) == len(nodes)
-            assert with_load(node) == (set() if node.peer in old_peers else names)
+            assert with_altitude(node) == (set() if node.peer in old_peers else names)
             assert node.swarm.double is None, "the older form of its own announcement is no other node's"
         async with swarm.session() as (session, _):
             await Dialogue(session, random.Random(1)).step(3)

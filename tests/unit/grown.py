@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from llmnode.wire.frame import Frame
     from llmnode.wire.receipt import Sign
 
-LOAD = {"sessions": 3, "of": [1, 2]}
+ALTITUDE = {"sessions": 3, "of": [1, 2]}
 
 
 def sign_grown(announcement: Announcement, sign: Sign) -> SignedAnnouncement:
-    """With its `load`, and signed for peers of protocol 1 too."""
+    """With its `altitude`, and signed for peers of protocol 1 too."""
     body = sign_announcement(announcement, sign).signed.body
     old = version_1.announcement_body(unpack_signed(AnnouncementBody, body)[0])
     assert old is not None
-    more = {"load": LOAD, "signature_1": sign(SIGNING_CONTEXT + old)}
+    more = {"altitude": ALTITUDE, "signature_1": sign(SIGNING_CONTEXT + old)}
     grown = msgpack.packb(msgpack.unpackb(body) | more)
     assert isinstance(grown, bytes)
     return unpack_announcement(grown, sign(SIGNING_CONTEXT + grown))
@@ -39,8 +39,8 @@ EXTENDED = {FrameType.OPEN, FrameType.NEIGHBOURS, FrameType.DESCRIPTION}
 
 
 def extended(frame: Frame, *, required: bool = False) -> Frame:
-    """With `load` as an extension of its metadata."""
-    more = {"extensions": {"load": LOAD}, "required": ["load"] if required else []}
+    """With `altitude` as an extension of its metadata."""
+    more = {"extensions": {"altitude": ALTITUDE}, "required": ["altitude"] if required else []}
     return replace(frame, meta=msgpack.packb(msgpack.unpackb(frame.meta) | more))
 
 
@@ -53,4 +53,4 @@ def grow() -> None:
 
     membership.sign_announcement = sign_grown
     PeerConnection.tell = tell_more  # type: ignore[method-assign]
-    Server.describe = lambda self: replace(describe(self), extensions={"load": LOAD})  # type: ignore[method-assign]
+    Server.describe = lambda self: replace(describe(self), extensions={"altitude": ALTITUDE})  # type: ignore[method-assign]
