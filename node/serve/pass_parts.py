@@ -7,6 +7,7 @@ worker computes the blocks of a part once, but for a part to begin, the blocks b
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,19 @@ _ALONE_BYTES = 512 << 10
 """Sequences of a pass that is computed alone go together up to these bytes of hidden states, at every server alike."""
 
 
+@dataclass(frozen=True, slots=True)
+class PassTerms:
+    """Says how a client wants a pass to be computed."""
+
+    priority: Priority
+    number: int
+    """That of the pass among those of its link."""
+    trains_adapter: bool = True
+    """Else it wants no gradients for the numbers of the adapter."""
+    alone: bool = False
+    """The bits of the answer depend on nothing else here."""
+
+
 class PassParts:
     """The parts of one pass, for the worker of `served`."""
 
@@ -44,31 +58,24 @@ class PassParts:
         span: Span,
         lengths: Sequence[int],
         client: Client,
-        priority: Priority,
         adapter: AdapterInUse | None,
-        *,
-        trains_adapter: bool,
-        number: int,
-        alone: bool,
+        terms: PassTerms,
     ) -> None:
-        """Without `trains_adapter` the client wants no gradients for the numbers of the adapter. `number` is that of
-        the pass among those of its link. The bits of one that is computed `alone` depend on nothing else here.
-        """
         self.prompts: DeepPrompts = NO_PROMPTS
         """Those of the whole pass. To be set before anything is computed."""
         self._of_prompts: np.ndarray | None = None
         self._adapter = adapter
         self._adapter_values = 0 if adapter is None else adapter.manifest.values(span)
         self._most_adapter_bytes = served.policy.adapter_gradient_bytes
-        self._trains_adapter = trains_adapter
+        self._trains_adapter = terms.trains_adapter
         self._of_adapter: np.ndarray | None = None
         self.span = span
         self.positions = sum(lengths)
         self.queue_us = 0
         self.compute_us = 0
         self._worker = served.worker
-        self._account = client.peer, priority, None if adapter is None else adapter.digest
-        self._group, self._number, self._alone = client.group, number, alone
+        self._account = client.peer, terms.priority, None if adapter is None else adapter.digest
+        self._group, self._number, self._alone = client.group, terms.number, terms.alone
         self._kept_bytes = len(span) * served.model.row_bytes
         """A backward keeps this for each position that goes together."""
         self._lengths = lengths

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from llmnode.core.priority import PRIORITIES, Priority
 from llmnode.core.span import Span
 from llmnode.errors import ConfigError, PeerRefused, RemoteProtocolError, WorkerLost
-from llmnode.node.serve.pass_parts import PassParts
+from llmnode.node.serve.pass_parts import PassParts, PassTerms
 from llmnode.wire.deep_prompts import PromptsForm
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.messages import ALONE, FROZEN_ADAPTER, RefusalCode, pack, unpack
@@ -75,17 +75,9 @@ class LinkPasses:
         with ExitStack() as refused:
             if (adapter := served.use(request.adapter, span)) is not None:
                 refused.callback(adapter.release)
-            parts = PassParts(
-                served,
-                span,
-                request.lengths,
-                self._client,
-                priority,
-                adapter,
-                trains_adapter=not _says(request, FROZEN_ADAPTER),
-                number=next(self._numbers),
-                alone=_says(request, ALONE),
-            )
+            trains_adapter, alone = not _says(request, FROZEN_ADAPTER), _says(request, ALONE)
+            terms = PassTerms(priority, next(self._numbers), trains_adapter, alone)
+            parts = PassParts(served, span, request.lengths, self._client, adapter, terms)
             work_bytes = form.work_bytes(positions) * (1 + _halves(frame))
             # Prompts are held as they came, and by part; their gradients as they come, summed, and in the answer.
             work_bytes += prompts.size_bytes * (5 if frame.type is FrameType.BACKWARD else 2)

@@ -13,7 +13,7 @@ from llmnode.core.policy import ServePolicy
 from llmnode.core.priority import Priority
 from llmnode.core.serving.client_counters import Client
 from llmnode.core.span import Span
-from llmnode.node.serve.pass_parts import PassParts
+from llmnode.node.serve.pass_parts import PassParts, PassTerms
 from llmnode.testing import simulated
 
 ROW_BYTES = 16 << 10
@@ -43,10 +43,8 @@ async def cuts(positions: int, blocks: int, span: Span, *, alone: bool) -> set[t
     """The lengths of the sequences that go together, in both directions."""
     worker: Any = Recorder(positions, blocks)  # Any: as far as it is used
     served: Any = SimpleNamespace(worker=worker, policy=ServePolicy(), model=SimpleNamespace(row_bytes=ROW_BYTES))
-    client = Client("group", PeerId("client"))
-    parts = PassParts(
-        served, span, LENGTHS, client, Priority.TRAINING, None, trains_adapter=True, number=0, alone=alone
-    )
+    terms = PassTerms(Priority.TRAINING, 0, alone=alone)
+    parts = PassParts(served, span, LENGTHS, Client("group", PeerId("client")), None, terms)
     hidden = bytes(sum(LENGTHS) * ROW_BYTES)
     assert await parts.outputs(hidden) == hidden == await parts.gradients(hidden, hidden)
     assert all(each.alone == alone for each in worker.done)
