@@ -92,9 +92,8 @@ class _WithoutStorage:
         """Returns the parameter that the module gets; None for the same one."""
         if not getattr(cls._here, "is_entered", False):
             return None
-        kind: Any = type(parameter)  # Any: a subclass may take more
-        made: torch.nn.Parameter = kind(parameter.to("meta"), requires_grad=parameter.requires_grad)
-        made.__dict__.update(parameter.__dict__)
+        made = torch.nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        made.__dict__.update({name: each for name, each in vars(parameter).items() if name not in vars(made)})
         return made
 
 
