@@ -33,7 +33,10 @@ class _Passes:
     def __init__(self) -> None:
         self.crossed: list[weakref.ref[_Crossed]] = []
 
-    async def outputs(self, _span: Span, _lengths: Any, hidden: Buffer, *_more: Any) -> tuple[Buffer, list[_Crossed]]:
+    async def outputs(
+        self, _span: Span, _lengths: Any, hidden: Buffer, *_more: Any, deterministic: bool
+    ) -> tuple[Buffer, list[_Crossed]]:
+        assert not deterministic
         crossed = _Crossed()
         self.crossed.append(weakref.ref(crossed))
         return hidden, [crossed]

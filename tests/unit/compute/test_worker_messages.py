@@ -64,8 +64,8 @@ CONTROLS = st.one_of(
 SLICES = st.builds(Slice, SESSIONS, COUNTS, COUNTS, st.binary(max_size=200), COUNTS, st.none() | COUNTS)
 LENGTHS = st.lists(COUNTS, max_size=5).map(tuple)
 PASSES = st.one_of(
-    st.builds(Evaluate, SPANS, LENGTHS, NUMBERS, *ACCOUNTS, st.none() | ADAPTERS, prompts=PROMPTS),
-    st.builds(Backward, SPANS, LENGTHS, NUMBERS, NUMBERS, *ACCOUNTS, st.none() | ADAPTERS, COUNTS, prompts=PROMPTS),
+    st.builds(Evaluate, SPANS, LENGTHS, NUMBERS, *ACCOUNTS, st.none() | ADAPTERS, prompts=PROMPTS, alone=st.booleans()),
+    st.builds(Backward, SPANS, LENGTHS, NUMBERS, NUMBERS, *ACCOUNTS, st.none() | ADAPTERS, COUNTS, alone=st.booleans()),
 )
 WORK = st.builds(Work, *(st.lists(each, max_size=5) for each in (CONTROLS, SLICES, PASSES)))
 ERRORS = st.builds(RuntimeError, st.text(max_size=50))
@@ -112,7 +112,7 @@ GOOD: dict[type[object], list[object]] = {
     Fork: [bytes(16), bytes(16), 0, 5],
     Close: [bytes(16)],
     Slice: [bytes(16), 0, 1, 8, 0, None],
-    Backward: [[0, 3], [5, 2], 8, 8, "client", 1, None, 3, 0.5, [1, 1, 2, 16], "group", 4],
+    Backward: [[0, 3], [5, 2], 8, 8, "client", 1, None, 3, 0.5, [1, 1, 2, 16], "group", 4, False],
     DeepPrompts: [2, 1, 3, 16],
     Adopt: [bytes(32), 2, 3, 8],
     Forget: [bytes(32)],
@@ -130,7 +130,7 @@ def test_a_field_of_another_type_or_beyond_its_limits_is_refused(kind: type[obje
     assert type(unpack_fields(kind, good, take)) is kind
     for index in range(len(good)):
         for wrong in WRONG:
-            fits = {str: "5", float: 1.5}.get(type(good[index]))
+            fits = {str: "5", float: 1.5, bool: True}.get(type(good[index]))
             if wrong is good[index] is None or (fits is not None and wrong == fits):
                 continue
             with pytest.raises(LocalProtocolError):
