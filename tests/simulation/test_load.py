@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import random
 from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING
 
 import pytest
 import trio
 
-from llmnode.core.policy import ClientPolicy, RoutePolicy
-from llmnode.testing import seeds
+from llmnode.core.policy import ClientPolicy, RoutePolicy, StandingPolicy
+from llmnode.node.serve.network_speed import keep_measuring
+from llmnode.testing import peer_named, seeds
 from llmnode.wire.payload import Codec
 from simulation.world import ALL_BLOCKS, DELAY_S, FORWARD_S, Dialogue, World, simulated, world
+
+if TYPE_CHECKING:
+    from llmnode.session.router import Router
 
 OTHERS, NEW = 2, 6
 LENGTH = 40
@@ -58,3 +63,32 @@ async def test_sessions_that_only_wait_are_no_load() -> None:
         assert node.role.offer().load > 0
         await trio.sleep(SETTLED_S)
         assert node.role.offer().load < 0.001
+
+
+@simulated
+async def test_a_session_counts_at_once_where_it_came_by_a_recovery_and_no_more_when_it_only_waits() -> None:
+    async with world() as swarm, trio.open_nursery() as nursery:
+
+        async def start(name: str) -> None:
+            node = await swarm.start(name, ALL_BLOCKS, said_us=round(1e6 * FORWARD_S / len(ALL_BLOCKS)))
+            nursery.start_soon(keep_measuring, node.role, node.swarm, node.network)
+
+        def cost_s(router: Router, name: str) -> float:
+            servers = router.finder.swarm.view.of_model(router.finder.model.digest)
+            return router.finder._costs(servers)[peer_named(name)].block_s
+
+        await start("first")
+        async with swarm.client() as (router, _), router.open_session(LENGTH, Codec.RAW) as session:
+            dialogue = Dialogue(session, random.Random(1))
+            for _ in range(StandingPolicy().proven_positions):
+                await dialogue.step(1)
+            await start("other")
+            await trio.sleep(SETTLED_S)
+            swarm.kill("first")
+            for _ in range(StandingPolicy().proven_positions):
+                await dialogue.step(1)
+            assert session.route[0].peer == peer_named("other")
+            lately_s = cost_s(router, "other")
+            await trio.sleep(SETTLED_S + RoutePolicy().announced_after_s)
+            assert cost_s(router, "other") < 0.7 * lately_s
+        nursery.cancel_scope.cancel()

@@ -92,7 +92,7 @@ async def test_a_link_that_others_want_meanwhile_stays() -> None:
         await passing.end()
         await passing.wait_ended()
         passing = await node.pool.connect(other.network.addresses, keeps=False)
-        passing.sessions.add(SessionId(bytes(16)))
+        passing.take_session(SessionId(bytes(16)))
         await node.pool.release(passing)
         assert passing in node.pool.living()
         passing.sessions.clear()

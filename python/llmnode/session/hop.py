@@ -97,7 +97,7 @@ class SessionHop(HopState):
                 if introduce is not None and request.introduces is not None:
                     await introduce(self.connection, request.introduces)
                 if frame.type is FrameType.OPEN:
-                    self.connection.sessions.add(self.session)
+                    self.connection.take_session(self.session)
                 answers.append(stack.enter_context(self.connection.expect(frame.session, frame.epoch, frame.step)))
                 await self.connection.tell(frame)
             for request, answer in zip(requests, answers, strict=True):
@@ -105,7 +105,7 @@ class SessionHop(HopState):
                     self.answered(request, await answer.receive(request.answer, request.timeout_s))
                 except PeerRefused as refusal:
                     if request.frame.type is FrameType.OPEN:  # refusals that follow do not mean that it has ended
-                        self.connection.sessions.discard(self.session)
+                        self.connection.sessions.pop(self.session, None)
                         if self.terms.prompts and refusal.code == RefusalCode.UNKNOWN_EXTENSION:
                             self.connection.knows_prompts = False
                     self.refused(request, refusal, trio.current_time())
@@ -115,7 +115,7 @@ class SessionHop(HopState):
 
         It must have stayed in `epoch`, where it only grew, and stand at `position` or beyond.
         """
-        self.connection.sessions.add(self.session)
+        self.connection.take_session(self.session)
         with self.blamed():
             self.taken_over(await _ask(self.connection, self.resume(asked_in)), epoch, position)
 
@@ -133,16 +133,16 @@ class SessionHop(HopState):
         it was.
         """
         former, better = self.connection, self.connection.best
-        better.sessions.add(self.session)
+        better.take_session(self.session)
         with self.blamed():
             try:
                 answer = await _ask(better, self.resume(epoch, step))
             except PeerRefused:
-                better.sessions.discard(self.session)
+                better.sessions.pop(self.session, None)
                 self._declined = better
                 return
             self._reached = better
-            former.sessions.discard(self.session)
+            former.sessions.pop(self.session, None)
             self.moved(answer, epoch, position)
             if self.is_leased:
                 await self.get_lease(epoch, step)
@@ -191,7 +191,7 @@ class SessionHop(HopState):
             return
         finally:
             if self._reached is not None:
-                self._reached.sessions.discard(self.session)
+                self._reached.sessions.pop(self.session, None)
 
 
 async def _ask(connection: PeerConnection, request: Request) -> Frame:

@@ -329,8 +329,10 @@ class PeerFinder:
         that have a hop `beside`, and those that were never reached where others could not be are dearer.
         """
         now_s, round_trips_s = trio.current_time(), self.reaching.round_trips_s()
-        living = {each.peer: len(each.sessions) for each in self.pool.living()}
-        sessions, lately = self.openings.beside(living), self.openings.lately()
+        began_s = {each.peer: [*each.sessions.values()] for each in self.pool.living()}
+        sessions = self.openings.beside({peer: len(each) for peer, each in began_s.items()})
+        late_s = now_s - self.policy.route.announced_after_s
+        lately = self.openings.beside({peer: sum(each > late_s for each in own) for peer, own in began_s.items()})
         row_bytes, first = self.model.row_bytes, min(positions, at_once + self.policy.route.first_positions)
         candidates = [
             candidate_of(
@@ -339,7 +341,7 @@ class PeerFinder:
             for each in announcements
         ]
         believed = self._standing.costs(candidates, now_s, explored)
-        reached, costs = {*living, *round_trips_s}, {}
+        reached, costs = {*began_s, *round_trips_s}, {}
         for each in announcements:
             penalty, cost = self._suspicion.penalty(each.peer, now_s), believed[each.peer]
             penalty *= self.policy.route.second_hop_cost if each.peer in beside else 1.0

@@ -172,12 +172,8 @@ class Router:
         terms: SessionTerms,
         rows: Rows,
     ) -> InferenceSession:
-        openings = self.finder.openings
-        with rows.opening(route, terms.max_length), openings.at(route):
-            opened = open_session(route, connections, terms, self._tools(terms), rows)
-            session = await stack.enter_async_context(opened)
-        openings.note(route)
-        return session
+        with rows.opening(route, terms.max_length), self.finder.openings.at(route):
+            return await stack.enter_async_context(open_session(route, connections, terms, self._tools(terms), rows))
 
     def _take(self, route: Route) -> None:
         self.route = route

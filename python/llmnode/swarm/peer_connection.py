@@ -47,8 +47,8 @@ class PeerConnection:
         self._has_ended = trio.Event()
         self._questions = 0  # the number of those that belong to no session: each has a step of its own
         self._told_s = trio.current_time()
-        self.sessions: set[SessionId] = set()
-        """The sessions whose answers come over it. It stays open for them."""
+        self.sessions: dict[SessionId, float] = {}
+        """The sessions whose answers come over it, and since when. It stays open for them."""
         self.adapters = BroughtAdapters(self.ask_peer, link.peer)
         self.knows_prompts = True
         """False once the peer has said that it knows no deep prompts."""
@@ -113,6 +113,10 @@ class PeerConnection:
     @property
     def has_ended(self) -> bool:
         return self._ended is not None
+
+    def take_session(self, session: SessionId) -> None:
+        """Answers of `session` come over it from now on."""
+        self.sessions.setdefault(session, trio.current_time())
 
     async def wait_direct(self) -> None:
         """Wait until a new connection to the peer would not go through a relay."""

@@ -67,12 +67,12 @@ def candidate_of(
 
     A decode waits for half of a forward that runs when it comes, and then shares one with the others that are there at
     a time: those that the peer announces as its load, and those of this client that it does not count yet. The client
-    has `sessions` there, of which it opened some `lately`. If the peer announces no load, all of them count. Each is
+    has `sessions` there, some of which came `lately`. If the peer announces no load, all of them count. Each is
     there for the share of the time in which it is not on its way. So sessions spread over peers of the same blocks.
     """
     offer = announcement.offer
     block_s, load = offer.block_us / 1e6, offer.load or 0.0
-    uncounted = sessions if offer.load is None else min(lately, sessions)  # some have ended
+    uncounted = sessions if offer.load is None else lately
     if block_s and (uncounted or load):
         alone_s = block_s * len(offer.span)
         others = load + uncounted * alone_s / (alone_s + (round_trip_s or 0.0))

@@ -83,6 +83,8 @@ class RoutePolicy:
     first_positions: int = 256
     """Servers let a session in that has KV for this many positions, or for its greatest length
     (`AdmissionPolicy.first_positions`)."""
+    announced_after_s: float = 20.0
+    """A server announces its load every 15 s or so: a session that is in use is a part of it after this time."""
     unreached_of_group: float = 1.5
     """After this number of peers of an address group that could not be reached, others there that the client has not
     reached cost more."""
