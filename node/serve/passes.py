@@ -17,9 +17,9 @@ from llmnode.errors import ConfigError, PeerRefused, RemoteProtocolError, Worker
 from llmnode.node.serve.pass_parts import PassParts, PassTerms
 from llmnode.wire.deep_prompts import PromptsForm
 from llmnode.wire.frame import Frame, FrameType
-from llmnode.wire.messages import ALONE, FROZEN_ADAPTER, RefusalCode, pack, unpack
+from llmnode.wire.messages import RefusalCode, pack, unpack
 from llmnode.wire.pass_deadline import deadline_s
-from llmnode.wire.pass_messages import Pass, Passed
+from llmnode.wire.pass_messages import ALONE, FROZEN_ADAPTER, Pass, Passed
 from llmnode.wire.payload import Codec, HiddenForm, decode_hidden
 from llmnode.wire.refusal import refusal_of
 

@@ -64,7 +64,7 @@ class SpanLoader:
 
             use_threads(self._wanted.threads)
             self._folder = open_model(self._wanted.model, self._report)
-        wanted = replace(self._wanted, device=_device(self._wanted.device))
+        wanted = replace(self._wanted, device=device_named(self._wanted.device))
         if wanted.dtype == AUTO:
             wanted = replace(wanted, dtype="bfloat16" if wanted.device.startswith("cuda") else "float32")
         if wanted.kv_dtype == AUTO:
@@ -219,7 +219,7 @@ def _quant(wanted: Wanted, folder: ModelFolder) -> str:
     return "none" if is_narrow and found_block_bytes(folder) is not None else quant
 
 
-def _device(device: str) -> str:
+def device_named(device: str) -> str:
     """Raises ConfigError for a device that torch does not have here."""
     import torch
 

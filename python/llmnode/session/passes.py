@@ -37,9 +37,9 @@ from llmnode.wire import deep_prompts
 from llmnode.wire.deep_prompts import are_sound, most_prompts, prompts_extension
 from llmnode.wire.fields import MOST_SEQUENCES
 from llmnode.wire.frame import FrameType
-from llmnode.wire.messages import ALONE, FROZEN_ADAPTER, RefusalCode, pack, unpack
+from llmnode.wire.messages import RefusalCode, pack, unpack
 from llmnode.wire.pass_deadline import deadline_extension
-from llmnode.wire.pass_messages import Pass, Passed
+from llmnode.wire.pass_messages import ALONE, FROZEN_ADAPTER, Pass, Passed
 from llmnode.wire.payload import Codec, HiddenForm, decode_hidden
 from llmnode.wire.profile import profile_fields
 

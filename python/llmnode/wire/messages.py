@@ -45,7 +45,7 @@ from llmnode.wire.fields import (
     check_of,
     read_map,
 )
-from llmnode.wire.pass_messages import Pass, Passed
+from llmnode.wire.pass_messages import ALONE, FROZEN_ADAPTER, Pass, Passed
 from llmnode.wire.probe_messages import Probed
 from llmnode.wire.push_messages import Pushed, PushLimit
 
@@ -288,10 +288,6 @@ DEADLINE_MS = "deadline_ms"
 PROMPTS = "prompts"
 POSITIONS = "positions"
 FIGURES = "figures"
-FROZEN_ADAPTER = "frozen_adapter"
-"""The client wants no gradients for the numbers of the adapter, which it need not have."""
-ALONE = "alone"
-"""The bits of the answer are not to depend on the server's speed, nor on what else it computes."""
 EXTENSIONS: Mapping[type[Any], Set[str]] = {
     **{kind: frozenset() for kind in get_args(Extended)},
     Description: {FIGURES},

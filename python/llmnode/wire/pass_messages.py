@@ -16,6 +16,11 @@ from llmnode.wire.fields import (
     OptionalDigest,
 )
 
+FROZEN_ADAPTER = "frozen_adapter"
+"""The client wants no gradients for the numbers of the adapter, which it need not have."""
+ALONE = "alone"
+"""The bits of the answer are not to depend on the server's speed, nor on what else it computes."""
+
 
 @dataclass(frozen=True, slots=True)
 class Pass:

@@ -24,7 +24,8 @@ from bench.kit.random_llama import opened
 from bench.kit.report import Report, Row, Series, at_most, exact_tokens, rounds
 from bench.training.trainer import Adapter, Trainer, local_trainer, remote_trainer
 from llmnode.client.model import connect
-from llmnode.core.model import EXACT, PRECISIONS
+from llmnode.compute.loading import device_named
+from llmnode.core.model import AUTO, EXACT, PRECISIONS
 from llmnode.core.span import Span, split_evenly
 from llmnode.errors import single_error
 from llmnode.node.processes import all_ready, private_swarm
@@ -83,7 +84,7 @@ class _Variant:
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device",
-        default="cuda" if torch.cuda.is_available() else "cpu",
+        default=AUTO,
         help="where the blocks are, as for `llmnode serve` (default: a GPU if there is one)",
     )
     parser.add_argument(
@@ -104,6 +105,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 async def run(options: Options) -> Report:
     rows: list[Row] = []
     aims: list[Aim] = []
+    options.device = device_named(options.device)
     with opened(options.model) as folder, single_error():
         for name in options.precision or ():
             rig = _Rig(options, folder, PRECISIONS[name])
