@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 SIZE = {"hidden_size": 256, "intermediate_size": 320}
-"""In smaller products the bits of a row do not depend on the other rows."""
-LENGTHS = (7, 5, 9, 6)
+LENGTHS = (3, 4)
+"""In smaller blocks, or with more positions, the bits of a row do not depend on the rows beside it."""
 STEPS = 4
 SERVER: dict[str, Any] = {"worker": "thread", "threads": 1, "kv_tokens": 1000}
 
@@ -65,9 +65,10 @@ def _company(folder: str, peers: list[str]) -> Iterator[None]:
 
     def train() -> None:
         torch.set_num_threads(1)
+        generator = torch.Generator()  # torch's own is that of the thread whose training is looked at
         with llmnode.connect(folder, peers=peers) as model:
             while not over.is_set():
-                hidden = torch.randn(1, 8, SIZE["hidden_size"], requires_grad=True)
+                hidden = torch.randn(1, 8, SIZE["hidden_size"], generator=generator, requires_grad=True)
                 model.remote_blocks(hidden).sum().backward()
 
     threads = [threading.Thread(target=train) for _ in range(2)]
