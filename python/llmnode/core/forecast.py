@@ -3,7 +3,7 @@ clients decide with.
 
 A session takes the route that a client without any experience would take. A step goes from the client to the first hop,
 from hop to hop, and back; each hop computes it and sends it on. Knows no clock and no network: all times are measured
-ones that are told.
+ones that are told. It leaves out what servers announce as their load, which is over in seconds.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ if TYPE_CHECKING:
     from llmnode.core.announcement import Announcement, Offer
     from llmnode.core.ids import PeerId
     from llmnode.core.model import ModelInfo
+    from llmnode.core.peers.standing import Candidate
     from llmnode.core.route import Hop, Route
 
+NO_SESSIONS: Mapping[PeerId, int] = {}
 CHOICES = 64
 """Many sessions choose their routes in this number of turns at most."""
 
@@ -158,21 +160,32 @@ def forecast_routes(
 
     The servers have proved themselves to the client, and each session is opened beside those before it. Raises NoRoute.
     """
-    trips, held = client.round_trips_s, [each.hop for each in servers]
-    ways = believed_ways(servers, trips)
+    held, ways = [each.hop for each in servers], believed_ways(servers, client.round_trips_s)
     routes: Counter[Route] = Counter()
     taken: Counter[PeerId] = Counter()
     together = -(-sessions // CHOICES)
     for first in range(0, sessions, together):
         number = min(together, sessions - first)
-        candidates = [
-            candidate_of(each, model.row_bytes, trips.get(each.peer), taken[each.peer], taken[each.peer])
-            for each in servers
-        ]
-        route = find_route(model.blocks, held, settled_costs(candidates), ways)
+        costs = settled_costs(_candidates(model, servers, client, taken))
+        route = find_route(model.blocks, held, costs, ways)
         routes[route] += number
         taken.update({hop.peer: number for hop in route})
     return routes
+
+
+def _candidates(
+    model: ModelInfo, servers: Sequence[Announcement], client: ClientPlace, taken: Mapping[PeerId, int] = NO_SESSIONS
+) -> list[Candidate]:
+    """The `servers` as `client` sees them, while they have those sessions that it has `taken` there, and no others."""
+    return [
+        candidate_of(
+            replace(each, offer=replace(each.offer, load=None)),
+            model.row_bytes,
+            client.round_trips_s.get(each.peer),
+            taken.get(each.peer, 0),
+        )
+        for each in servers
+    ]
 
 
 def _shared(servers: Sequence[Announcement]) -> dict[PeerId, SharedServer]:
@@ -200,11 +213,9 @@ def forecast_session(
 
     It begins with a prompt of `prompt_tokens`.
     """
-    trips = client.round_trips_s
-    candidates = [candidate_of(each, model.row_bytes, trips.get(each.peer)) for each in servers]
-    costs = Standing(StandingPolicy()).costs(candidates, 0.0)
+    costs = Standing(StandingPolicy()).costs(_candidates(model, servers, client), 0.0)
     held = [each.hop for each in servers]
-    route = find_route(model.blocks, held, costs, believed_ways(servers, trips))
+    route = find_route(model.blocks, held, costs, believed_ways(servers, client.round_trips_s))
     return forecast_route(model, servers, client, prompt_tokens, route)
 
 
@@ -212,16 +223,12 @@ def forecast_route(
     model: ModelInfo, servers: Sequence[Announcement], client: ClientPlace, prompt_tokens: int, route: Route
 ) -> SessionForecast:
     """The same on a given `route` over some of the `servers`."""
-    row_bytes, trips = model.row_bytes, client.round_trips_s
-    ways = believed_ways(servers, trips)
-    said = {
-        each.peer: each
-        for each in unmeasured_as_slow([candidate_of(each, row_bytes, trips.get(each.peer)) for each in servers])
-    }
+    ways = believed_ways(servers, client.round_trips_s)
+    said = {each.peer: each for each in unmeasured_as_slow(_candidates(model, servers, client))}
     announced = {each.peer: each.offer for each in servers}
     half_s = {hop.peer: (said[hop.peer].round_trip_s or 0.0) / 2 for hop in route}
     hops: list[HopForecast] = []
-    upload_s = row_bytes / client.upload_bytes_per_s if client.upload_bytes_per_s else 0.0
+    upload_s = model.row_bytes / client.upload_bytes_per_s if client.upload_bytes_per_s else 0.0
     for former, hop in zip((None, *route), route, strict=False):
         by_client_s = half_s[hop.peer] + (half_s[former.peer] if former is not None else 0.0)
         way_s = by_client_s if former is None else ways.get((former.peer, hop.peer), by_client_s)

@@ -17,6 +17,7 @@ import trio
 from bench.pipeline.charged import ChargedExecutor
 from llmnode.compute.loading import SpanLoader
 from llmnode.core.policy import BatchPolicy, ProbePolicy, ServePolicy
+from llmnode.core.serving import load_average
 from llmnode.node.cli import main, run
 from llmnode.node.serve import network_speed
 from llmnode.ports import Loaded
@@ -78,6 +79,7 @@ class PacedLoader(SpanLoader):
 def prepare() -> None:
     """Let this process be one of several servers on one machine: all have one address group, and dial by `HOST`."""
     _set(ServePolicy, probes_burst=1000, probes_per_s=100.0)
+    load_average.HALF_LIFE_S = 1.0  # what sessions of one topology leave of it would steer those of the next one
     if QUIET in os.environ:
         _set(ProbePolicy, again_s=AGAIN_S, soon_s=AGAIN_S)
         measure = _unless(Path(os.environ[QUIET]), network_speed.measure_network)

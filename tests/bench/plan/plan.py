@@ -66,8 +66,8 @@ FLEETS = (
 NEWCOMER_US = 7000
 NEWCOMER_BLOCKS = 10
 PROMPT_TOKENS = 96
-SETTLE_S = 4 * AGAIN_S + 4.0
-"""By then servers have measured what has changed, and have told each other."""
+SETTLE_S = 4 * AGAIN_S + 10.0
+"""By then servers have measured what has changed, and have told each other that they are idle."""
 DIRECT_WITHIN_S = 60.0
 MOST_MEDIAN, MOST_WORST = 0.10, 0.20
 SPEED, FIRST, ALL = "tokens/s", "first token, s", "many sessions, tokens/s"

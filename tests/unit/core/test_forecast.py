@@ -91,6 +91,13 @@ def test_many_sessions_have_what_the_slowest_server_has_for_them_and_a_gap_has_n
     assert forecast(MODEL, [], HERE, PROMPT).session is None
 
 
+def test_sessions_that_servers_have_now_do_not_count() -> None:
+    """They will have ended when what is planned comes."""
+    servers = [*CHAIN, server(C, Span(0, 4), b=30)]
+    busy = [replace(each, offer=replace(each.offer, load=load)) for each, load in zip(servers, (5, 0, 1), strict=True)]
+    assert forecast(MODEL, busy, HERE, PROMPT) == forecast(MODEL, servers, HERE, PROMPT)
+
+
 def test_a_server_that_has_measured_nothing_adds_nothing_for_many_sessions() -> None:
     nothing = server(A, Span(0, 4), block_us=0, tokens_per_s=0.0)
     assert forecast(MODEL, [*CHAIN, replace(nothing, peer=C)], HERE, PROMPT).tokens_per_s > 0
