@@ -48,18 +48,19 @@ if TYPE_CHECKING:
     from llmnode.node.plan import Plan
     from llmnode.node.processes import ServerProcess
 
+HOSTS = tuple(f"127.0.1.{number + 1}" for number in range(4))
 FLEETS = (
     (
-        PacedServer(Span(0, 10), 8000),
-        PacedServer(Span(10, 20), 7000),
-        PacedServer(Span(20, 30), 10000),
-        PacedServer(Span(20, 30), 7000),
+        PacedServer(Span(0, 10), 8000, HOSTS[0]),
+        PacedServer(Span(10, 20), 7000, HOSTS[1]),
+        PacedServer(Span(20, 30), 10000, HOSTS[2]),
+        PacedServer(Span(20, 30), 7000, HOSTS[3]),
     ),
     (
-        PacedServer(Span(0, 14), 5000),
-        PacedServer(Span(14, 30), 6000),
-        PacedServer(Span(8, 24), 8000),
-        PacedServer(Span(14, 30), 9000),
+        PacedServer(Span(0, 14), 5000, HOSTS[0]),
+        PacedServer(Span(14, 30), 6000, HOSTS[1]),
+        PacedServer(Span(8, 24), 8000, HOSTS[2]),
+        PacedServer(Span(14, 30), 9000, HOSTS[3]),
     ),
 )
 """They are slow, so that many sessions leave the machine idle for most of the time. See the README."""
@@ -77,11 +78,23 @@ COMPUTE, REST = "servers compute, ms", "the rest of a token, ms"
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """One way in ms from anywhere to each server, and the rate of each link in one direction in bytes/s."""
+    """One way in ms between the client and each server, and the rate of each link in one direction in bytes/s.
+
+    Two servers are as far from each other as the farther one is from the client, whichever of them has dialled.
+    """
 
     name: str
     delays_ms: tuple[float, float, float, float]
     bytes_per_s: float = math.inf
+
+    def shape(self, proxies: Proxies) -> None:
+        """Give the links their delays and rates."""
+        rate = self.bytes_per_s
+        for index, delay_ms in enumerate(self.delays_ms):
+            proxies.shape(one_way_s=delay_ms / 1e3, bytes_per_s=rate, only=index)
+            for host, other_ms in zip(HOSTS, self.delays_ms, strict=True):
+                one_way_s = max(delay_ms, other_ms) / 1e3
+                proxies.shape_from(host, index, one_way_s=one_way_s, bytes_per_s=rate, back_bytes_per_s=rate)
 
 
 SEED = 1
@@ -227,8 +240,7 @@ class _Rig:
     async def _settle(self, topology: Topology) -> None:
         """Let servers measure these links, and tell each other. Then they measure no more."""
         self._quiet.unlink(missing_ok=True)
-        for index, delay_ms in enumerate(topology.delays_ms):
-            self._proxies.shape(one_way_s=delay_ms / 1e3, bytes_per_s=topology.bytes_per_s, only=index)
+        topology.shape(self._proxies)
         await trio.sleep(SETTLE_S)
         self._quiet.touch()
         await trio.sleep(AGAIN_S)
