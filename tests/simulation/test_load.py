@@ -35,6 +35,18 @@ async def decode(swarm: World, name: str, server: str) -> None:
             await dialogue.go_back(LENGTH - 1)
 
 
+async def start_measured(swarm: World, nursery: trio.Nursery, name: str) -> None:
+    """A server of all blocks that announces its speed."""
+    node = await swarm.start(name, ALL_BLOCKS, said_us=round(1e6 * FORWARD_S / len(ALL_BLOCKS)))
+    nursery.start_soon(keep_measuring, node.role, node.swarm, node.network)
+
+
+def cost_s(router: Router, name: str) -> float:
+    """The cost of a block at that server."""
+    servers = router.finder.swarm.view.of_model(router.finder.model.digest)
+    return router.finder._costs(servers)[peer_named(name)].block_s
+
+
 @pytest.mark.parametrize("seed", seeds(2))
 @simulated
 async def test_new_sessions_go_to_the_server_that_others_leave_alone(seed: int) -> None:
@@ -68,21 +80,12 @@ async def test_sessions_that_only_wait_are_no_load() -> None:
 @simulated
 async def test_a_session_counts_at_once_where_it_came_by_a_recovery_and_no_more_when_it_only_waits() -> None:
     async with world() as swarm, trio.open_nursery() as nursery:
-
-        async def start(name: str) -> None:
-            node = await swarm.start(name, ALL_BLOCKS, said_us=round(1e6 * FORWARD_S / len(ALL_BLOCKS)))
-            nursery.start_soon(keep_measuring, node.role, node.swarm, node.network)
-
-        def cost_s(router: Router, name: str) -> float:
-            servers = router.finder.swarm.view.of_model(router.finder.model.digest)
-            return router.finder._costs(servers)[peer_named(name)].block_s
-
-        await start("first")
+        await start_measured(swarm, nursery, "first")
         async with swarm.client() as (router, _), router.open_session(LENGTH, Codec.RAW) as session:
             dialogue = Dialogue(session, random.Random(1))
             for _ in range(StandingPolicy().proven_positions):
                 await dialogue.step(1)
-            await start("other")
+            await start_measured(swarm, nursery, "other")
             await trio.sleep(SETTLED_S)
             swarm.kill("first")
             for _ in range(StandingPolicy().proven_positions):
@@ -91,4 +94,31 @@ async def test_a_session_counts_at_once_where_it_came_by_a_recovery_and_no_more_
             lately_s = cost_s(router, "other")
             await trio.sleep(SETTLED_S + RoutePolicy().announced_after_s)
             assert cost_s(router, "other") < 0.7 * lately_s
+        nursery.cancel_scope.cancel()
+
+
+@simulated
+async def test_what_own_sessions_have_left_of_a_load_steers_no_new_ones() -> None:
+    """Else the sessions of a client would go to and fro between two servers, from one wave of them to the next."""
+    async with world() as swarm, trio.open_nursery() as nursery:
+        await start_measured(swarm, nursery, "used")
+        async with swarm.client() as (router, _):
+            over = trio.Event()
+
+            async def decode() -> None:
+                async with router.open_session(LENGTH, Codec.RAW) as session:
+                    dialogue = Dialogue(session, random.Random(1))
+                    await dialogue.step(LENGTH - 1)
+                    while not over.is_set():
+                        await dialogue.go_back(1)
+                        await dialogue.step(1)
+
+            async with trio.open_nursery() as texts:
+                for _ in range(8):
+                    texts.start_soon(decode)
+                await trio.sleep(2 * SETTLED_S)
+                over.set()
+            (used,) = router.finder.swarm.view.of_model(router.finder.model.digest)
+            assert used.offer.load > 0.5
+            assert cost_s(router, "used") < 1.1 * FORWARD_S / len(ALL_BLOCKS)
         nursery.cancel_scope.cancel()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from llmnode.core.many_sessions import RouteSessions, SharedServer, many_sessions_tokens_per_s
-from llmnode.core.peers.standing import Standing, candidate_of, settled_costs, unmeasured_as_slow
+from llmnode.core.peers.standing import OwnUse, Standing, candidate_of, settled_costs, unmeasured_as_slow
 from llmnode.core.peers.ways import believed_ways
 from llmnode.core.placement.claims import counted
 from llmnode.core.placement.policy import RebalancePolicy
@@ -182,7 +182,7 @@ def _candidates(
             replace(each, offer=replace(each.offer, load=None)),
             model.row_bytes,
             client.round_trips_s.get(each.peer),
-            taken.get(each.peer, 0),
+            OwnUse(taken.get(each.peer, 0)),
         )
         for each in servers
     ]

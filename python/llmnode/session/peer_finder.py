@@ -16,7 +16,7 @@ from llmnode.core.address_groups import announced_group
 from llmnode.core.peers.absence import explain_absence
 from llmnode.core.peers.bans import Bans
 from llmnode.core.peers.broken_promises import BrokenPromises
-from llmnode.core.peers.standing import Standing, candidate_of
+from llmnode.core.peers.standing import NO_USE, Standing, candidate_of
 from llmnode.core.peers.suspicion import Suspicion
 from llmnode.core.peers.ways import believed_ways
 from llmnode.core.route import Hop, HopCost, Route, cost_s, find_detour, find_route
@@ -24,7 +24,7 @@ from llmnode.core.span import Span
 from llmnode.core.view import online
 from llmnode.errors import NoRoute, PeerError, PeerRefused, PeerUnreachable
 from llmnode.session.newcomers import Newcomers
-from llmnode.session.openings import Openings
+from llmnode.session.own_use import OwnUses
 from llmnode.session.reaching import Reaching
 from llmnode.session.trials import Trials
 from llmnode.wire.messages import RefusalCode
@@ -77,7 +77,7 @@ class PeerFinder:
         self.others: Sequence[str] = ()
         """The names of other precisions that could have been found instead of that of the model."""
         self.reaching = Reaching(pool, policy.route)
-        self.openings = Openings()
+        self.own = OwnUses(policy.route.announced_after_s)
         self._bans = Bans(policy.route.ban_s, policy.route.longest_ban_s)
         self._suspicion = Suspicion(policy.trust)
         self._standing = Standing(policy.standing)
@@ -168,6 +168,7 @@ class PeerFinder:
         now_s, positions = trio.current_time(), result.chunk.length
         for timing in (output.timing for output in result.outputs):
             self._standing.note_served(timing.peer, len(timing.span), positions, timing.elapsed_us / 1e6, now_s)
+            self.own.note_step(timing.peer, (timing.queue_us + timing.compute_us) / 1e6, now_s)
 
     def group_of(self, peer: PeerId) -> str | None:
         """The address group of a peer that we are connected to."""
@@ -262,7 +263,7 @@ class PeerFinder:
             usable = [each for each in self._candidates(positions) if each.peer not in failed]
             explored = await self._newcomers.explore(self._good(usable))
             route = self._route(usable, failed, positions, explored)
-            with self.openings.at(route):
+            with self.own.opening(route):
                 connections, errors = await self.reaching.connect(route, usable)
             if not errors:
                 self.reaching.measure_some([hop.peer for hop in route], usable)
@@ -330,14 +331,10 @@ class PeerFinder:
         """
         now_s, round_trips_s = trio.current_time(), self.reaching.round_trips_s()
         began_s = {each.peer: [*each.sessions.values()] for each in self.pool.living()}
-        sessions = self.openings.beside({peer: len(each) for peer, each in began_s.items()})
-        late_s = now_s - self.policy.route.announced_after_s
-        lately = self.openings.beside({peer: sum(each > late_s for each in own) for peer, own in began_s.items()})
+        own = self.own.at_peers(announcements, began_s, self.swarm.age_s, now_s)
         row_bytes, first = self.model.row_bytes, min(positions, at_once + self.policy.route.first_positions)
         candidates = [
-            candidate_of(
-                each, row_bytes, round_trips_s.get(each.peer), sessions.get(each.peer, 0), lately.get(each.peer, 0)
-            )
+            candidate_of(each, row_bytes, round_trips_s.get(each.peer), own.get(each.peer, NO_USE))
             for each in announcements
         ]
         believed = self._standing.costs(candidates, now_s, explored)

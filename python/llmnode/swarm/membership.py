@@ -177,6 +177,10 @@ class Swarm:
         """The seconds since we heard that this peer of the view is in its present state."""
         return self.view.state_age_s(peer, self._now_ms())
 
+    def age_s(self, announcement: Announcement) -> float:
+        """The seconds since it was made, as far as the clocks agree."""
+        return max(0.0, (self._now_ms() - announcement.sequence) / 1000)
+
     async def wait_changed(self) -> None:
         """Wait until a new offer is in the view, or a known one has expired."""
         await self._changed.wait()

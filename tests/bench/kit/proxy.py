@@ -243,7 +243,7 @@ class Proxies:
     def shape_from(
         self, host: str, index: int, *, one_way_s: float, bytes_per_s: float, back_bytes_per_s: float
     ) -> None:
-        """The same for the connections of one proxy that come from `host`. Its first call comes before there are any."""
+        """The same for connections of one proxy from `host`. The first call comes before there are any."""
         rates = {"bytes_per_s": bytes_per_s, "back_bytes_per_s": back_bytes_per_s}
         self._order(index, host=host, one_way_s=one_way_s, **rates)
 

@@ -80,7 +80,7 @@ COMPUTE, REST = "servers compute, ms", "the rest of a token, ms"
 class Topology:
     """One way in ms between the client and each server, and the rate of each link in one direction in bytes/s.
 
-    Two servers are as far from each other as the farther one is from the client, whichever of them has dialled.
+    Two servers have the longer delay of both between them, whichever has dialled.
     """
 
     name: str

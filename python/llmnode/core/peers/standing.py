@@ -60,26 +60,43 @@ class Candidate(NamedTuple):
     """The time in which it sends one position's hidden state, by its own measurement; 0 if it says nothing."""
 
 
+class OwnUse(NamedTuple):
+    """Says what the client itself has at a peer."""
+
+    sessions: int = 0
+    lately: int = 0
+    """Those of its sessions which the load does not count yet."""
+    load: float = 0.0
+    """The steps of its sessions that are there at a time, now."""
+    announced: float = 0.0
+    """The same when the peer announced its load, which has them in it."""
+
+
+NO_USE = OwnUse()
+
+
 def candidate_of(
-    announcement: Announcement, row_bytes: int, round_trip_s: float | None = None, sessions: int = 0, lately: int = 0
+    announcement: Announcement, row_bytes: int, round_trip_s: float | None = None, own: OwnUse = NO_USE
 ) -> Candidate:
     """The peer of an announcement, with what the client has measured. `row_bytes` is the size of a hidden state.
 
     A decode waits for half of a forward that runs when it comes, and then shares one with the others that are there at
-    a time: those that the peer announces as its load, and those of this client that it does not count yet. The client
-    has `sessions` there, some of which came `lately`. If the peer announces no load, all of them count. Each is
-    there for the share of the time in which it is not on its way. So sessions spread over peers of the same blocks.
+    a time. Those of others are in the load that the peer announces. Those of this client are counted anew, since its
+    sessions may have ended since then. Each that came lately is there for the share of the time in which it is not on
+    its way. If the peer announces no load, all do so. So sessions spread over peers of the same blocks.
     """
     offer = announcement.offer
-    block_s, load = offer.block_us / 1e6, offer.load or 0.0
-    uncounted = sessions if offer.load is None else lately
-    if block_s and (uncounted or load):
+    block_s = offer.block_us / 1e6
+    if block_s and (own.sessions or offer.load):
         alone_s = block_s * len(offer.span)
-        others = load + uncounted * alone_s / (alone_s + (round_trip_s or 0.0))
+        share = alone_s / (alone_s + (round_trip_s or 0.0))
+        settled = 0 if offer.load is None else own.sessions - own.lately
+        load = max(0.0, (offer.load or 0.0) - own.announced) + min(own.load, settled * share)
+        others = load + (own.sessions - settled) * share
         block_s += others * offer.further_block_s + min(1.0, load) * block_s / 2
     upload_bytes_per_s = offer.speed.upload_bytes_per_s
     upload_s = row_bytes / upload_bytes_per_s if upload_bytes_per_s else 0.0
-    return Candidate(announcement.peer, block_s, sessions, round_trip_s, upload_s)
+    return Candidate(announcement.peer, block_s, own.sessions, round_trip_s, upload_s)
 
 
 def settled_costs(candidates: Sequence[Candidate]) -> dict[PeerId, HopCost]:

@@ -12,7 +12,7 @@ from llmnode.core.announcement import Announcement, Offer, PeerState
 from llmnode.core.ids import PeerId
 from llmnode.core.model import Precision, Profile
 from llmnode.core.peers.peer_speed import Word
-from llmnode.core.peers.standing import MOST_SUPPOSED_S, PEERS, SLOW, Candidate, Standing, candidate_of
+from llmnode.core.peers.standing import MOST_SUPPOSED_S, PEERS, SLOW, Candidate, OwnUse, Standing, candidate_of
 from llmnode.core.policy import StandingPolicy
 from llmnode.core.route import Hop, HopCost, find_route
 from llmnode.core.span import Span
@@ -76,9 +76,24 @@ def busy(load: float | None) -> Announcement:
 def test_a_decode_shares_its_forwards_with_what_is_there(
     load: float | None, sessions: int, lately: int, block_ms: float
 ) -> None:
-    candidate = candidate_of(busy(load), 4, None, sessions, lately)
+    candidate = candidate_of(busy(load), 4, None, OwnUse(sessions, lately))
     assert 1e3 * candidate.said_block_s == pytest.approx(block_ms, rel=0.01)
     assert candidate.sessions == sessions
+
+
+@pytest.mark.parametrize(
+    ("own", "block_ms"),
+    [
+        (OwnUse(4, 0, load=2.0, announced=2.0), 3.5),  # as they were
+        (OwnUse(0, 0, load=2.0, announced=2.0), 2.5),  # they have ended since
+        (OwnUse(1, 0, load=2.0, announced=2.0), 3.0),
+        (OwnUse(4, 0, load=0.0, announced=2.0), 2.5),  # they wait for their users since
+        (OwnUse(4, 0, load=4.0, announced=2.0), 4.5),
+        (OwnUse(0, 0, load=5.0, announced=5.0), 1.0),  # averages of two clocks
+    ],
+)
+def test_the_own_part_of_a_load_is_as_it_is_now(own: OwnUse, block_ms: float) -> None:
+    assert 1e3 * candidate_of(busy(4.0), 4, None, own).said_block_s == pytest.approx(block_ms, rel=0.01)
 
 
 def test_a_stranger_is_believed_to_be_a_few_times_as_fast_as_others_at_most() -> None:
