@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import cache
 from itertools import permutations, product
 
 import pytest
@@ -12,6 +13,10 @@ from bench.routing.topologies import BLOCKS, CLIENT_HOST, FEWEST_ROUTES, MOST_RO
 from llmnode.core.ids import PeerId
 from llmnode.core.route import Hop, HopCost, find_route
 from llmnode.core.span import Span
+
+
+drawn = cache(draw_topology)
+"""A topology is drawn until it has few routes, which takes a second."""
 
 
 def route_cost_s(
@@ -29,7 +34,7 @@ def route_cost_s(
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_best_of_all_routes_is_that_of_the_search_and_no_beam_is_better(seed: int) -> None:
-    topology = draw_topology(seed)
+    topology = drawn(seed)
     held = [Hop(PeerId(str(number)), server.span) for number, server in enumerate(topology.fleet)]
     places = {hop.peer: place for hop, place in zip(held, topology.places, strict=True)}
     costs = {
@@ -68,7 +73,7 @@ def test_no_route_is_better_than_the_best_of_them(seed: int) -> None:
 
 def test_places_are_at_most_200_ms_apart_and_hosts_differ() -> None:
     for seed in range(3):
-        topology = draw_topology(seed)
+        topology = drawn(seed)
         places = [topology.client, *topology.places]
         assert all(0 <= one.one_way_s(other) <= 0.21 for one in places for other in places if one is not other)
         assert len({CLIENT_HOST, *(server.host for server in topology.fleet)}) == len(places)
