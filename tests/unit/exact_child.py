@@ -9,14 +9,22 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+import llmnode
 from llmnode.compute.child import serve_node
 from llmnode.core.span import Span
 from llmnode.errors import ConfigError
 from llmnode.ports import Loaded
-from llmnode.testing import ExactExecutor
+
+if __name__ == "__main__":  # of this package, two files: all of it would take longer than the rest of a start
+    bare = ModuleType("llmnode.testing")
+    bare.__path__ = [str(Path(llmnode.__file__).with_name("testing"))]
+    sys.modules[bare.__name__] = bare
+
 from llmnode.testing.exact_blocks import EXACT_MODEL
+from llmnode.testing.worker import ExactExecutor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -14,7 +14,6 @@ from llmnode.core.ids import PeerId
 from llmnode.core.route import Hop, HopCost, find_route
 from llmnode.core.span import Span
 
-
 drawn = cache(draw_topology)
 """A topology is drawn until it has few routes, which takes a second."""
 
