@@ -87,6 +87,23 @@ async def test_a_connection_to_who_takes_over_is_ready() -> None:
 
 
 @simulated
+async def test_standbys_of_a_route_are_looked_for_once_in_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client with short texts would look for them among thousands of servers, many times a second."""
+    async with (
+        pairs_of_servers() as swarm,
+        swarm.client() as (router, _),
+        router.open_session(64, Codec.RAW) as session,
+    ):
+        warmed: list[object] = []
+        monkeypatch.setattr(router.finder.pool, "warm", warmed.append)
+        for wait_s, others in ((0.0, 0), (RoutePolicy().standbys_again_s, len(SPANS)), (0.0, 0)):
+            await trio.sleep(wait_s)
+            warmed.clear()
+            router.finder.warm_standbys(session.route)
+            assert len(warmed) == others
+
+
+@simulated
 async def test_a_server_that_hangs_is_given_up_by_what_it_took_before() -> None:
     async with pairs_of_servers() as swarm, swarm.session() as (session, _):
         dialogue = Dialogue(session, random.Random(1))

@@ -13,7 +13,7 @@ from llmnode.core.errors import SwarmError
 from llmnode.core.span import Span
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from llmnode.core.ids import PeerId
 
@@ -70,7 +70,7 @@ def find_route(
     every span that nobody holds.
     """
     known, default, ways = costs or {}, HopCost(), ways or {}
-    holders = _best(held, known, default, {peer for pair in ways for peer in pair})
+    holders = fastest(held, known, ways)
     missing = uncovered(blocks, [hop.span for hop in holders])
     if missing:
         raise NoRoute(missing)
@@ -138,7 +138,7 @@ def find_detour(
     start = span.start
     inside = [
         Hop(hop.peer, Span(max(hop.span.start, start) - start, min(hop.span.end, span.end) - start))
-        for hop in held
+        for hop in fastest(held, costs or {}, ways or {})
         if hop.span.start < span.end and start < hop.span.end
     ]
     try:
@@ -148,13 +148,12 @@ def find_detour(
     return tuple(Hop(hop.peer, _shifted(hop.span, start)) for hop in route)
 
 
-def _best(
-    held: Iterable[Hop], costs: Mapping[PeerId, HopCost], default: HopCost, kept: Collection[PeerId]
-) -> list[Hop]:
-    """Without those that another one of the same span is never slower than. The first of equal ones stays.
+def fastest(held: Iterable[Hop], costs: Mapping[PeerId, HopCost], ways: Ways) -> list[Hop]:
+    """Returns `held` without those that another one of the same span is never slower than.
 
-    The peers `kept` stay too: they have ways to others.
+    The first of equal ones stays, and peers that have `ways` to others stay too.
     """
+    default, kept = HopCost(), {peer for pair in ways for peer in pair}
     of_span: dict[tuple[int, int], list[tuple[float, float, int, Hop]]] = {}
     for number, hop in enumerate(held):
         cost = costs.get(hop.peer, default)

@@ -19,7 +19,7 @@ from llmnode.core.peers.broken_promises import BrokenPromises
 from llmnode.core.peers.standing import NO_USE, Standing, candidate_of
 from llmnode.core.peers.suspicion import Suspicion
 from llmnode.core.peers.ways import believed_ways
-from llmnode.core.route import Hop, HopCost, Route, cost_s, find_detour, find_route
+from llmnode.core.route import Hop, HopCost, Route, cost_s, fastest, find_detour, find_route
 from llmnode.core.span import Span
 from llmnode.core.view import online
 from llmnode.errors import NoRoute, PeerError, PeerRefused, PeerUnreachable
@@ -84,6 +84,7 @@ class PeerFinder:
         self._broken = BrokenPromises(policy.standing)
         self._trials = Trials(model, policy, self.reaching, self.note_served, self.report)
         self._newcomers = Newcomers(model.blocks, policy, self._standing, self._trials, self.rng)
+        self._warmed: dict[Route, float] = {}  # routes whose standbys were looked for, and when
         self._full_until_s: dict[PeerId, float] = {}  # peers without free KV for a session, by their own estimate
 
     async def look_up(self) -> None:
@@ -296,13 +297,16 @@ class PeerFinder:
             raise NoRoute(error.missing, self._hint(error.missing, positions)) from None
 
     def warm_standbys(self, route: Route) -> None:
-        """Connect to the peers that would take the place of each hop."""
-        if not self.policy.route.standbys:
+        """Connect to the peers that would take the place of each hop, unless that was done a moment ago."""
+        now_s, again_s = trio.current_time(), self.policy.route.standbys_again_s
+        self._warmed = {each: at_s for each, at_s in self._warmed.items() if now_s < at_s + again_s}
+        if not self.policy.route.standbys or route in self._warmed:
             return
+        self._warmed[route] = now_s
         peers = {hop.peer for hop in route}
         others = [each for each in self._good(self._candidates()) if each.peer not in peers]
-        addresses, held = {each.peer: each.addresses for each in others}, [each.hop for each in others]
-        costs, ways = self._costs(others), self._ways(others)
+        addresses, costs, ways = {each.peer: each.addresses for each in others}, self._costs(others), self._ways(others)
+        held = fastest([each.hop for each in others], costs, ways)
         for hop in route:
             with suppress(NoRoute):
                 for standby in find_detour(hop.span, held, costs, ways):
@@ -342,8 +346,8 @@ class PeerFinder:
         for each in announcements:
             penalty, cost = self._suspicion.penalty(each.peer, now_s), believed[each.peer]
             penalty *= self.policy.route.second_hop_cost if each.peer in beside else 1.0
-            is_full = each.offer.kv_tokens_free < each.offer.in_pages(first)
-            is_full = is_full or self._full_until_s.get(each.peer, 0.0) > now_s
+            is_full = self._full_until_s.get(each.peer, 0.0) > now_s
+            is_full = is_full or each.offer.kv_tokens_free < each.offer.in_pages(first)
             wait_s = self.policy.route.full_cost_s if is_full else 0.0
             if each.peer not in reached and not self._standing.is_proven(each.peer, now_s):
                 wait_s += self.reaching.doubt_s(each)

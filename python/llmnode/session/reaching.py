@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 import trio
@@ -110,8 +111,8 @@ class Reaching:
         known = {*self._measuring, *(peer for peer, each in self._measured.items() if each.measured_s > since_s)}
         wanted = [each for each in usable if each.peer not in known and each.addresses]
         most = max(0, self._policy.measured_peers - len(known.difference(first)))
-        others = [each for each in wanted if each.peer not in first and not self.doubt_s(each)][:most]
-        for each in [*(each for each in wanted if each.peer in first), *others]:
+        others = (each for each in wanted if each.peer not in first and not self.doubt_s(each))
+        for each in [*(each for each in wanted if each.peer in first), *islice(others, most)]:
             self._measuring.add(each.peer)
             self._pool.start_soon(partial(self._measure, each))
 

@@ -124,6 +124,8 @@ class RoutePolicy:
     """The client remembers this many. Those that were measured longest ago go first."""
     standbys: bool = True
     """The client keeps connections to peers that could take the place of a lost one."""
+    standbys_again_s: float = 5.0
+    """Those of the same route are looked for again after this time. A text often takes less."""
 
     def may_use(self, peer: PeerId) -> bool:
         """Whether the client was not told to leave `peer` out."""
