@@ -155,25 +155,25 @@ class Scope:
             raise LocalProtocolError(f"a reservation of {amount} {resource.value}")
         around = self.around
         for scope in around:
-            limit = scope._limits.get(resource)
-            if scope.is_closed or (limit is not None and scope.held.get(resource, 0) + amount > limit):
+            limits = scope._limits
+            if scope.is_closed or (resource in limits and scope.held[resource] + amount > limits[resource]):
                 return scope
         for scope in around:
-            scope.held[resource] = scope.held.get(resource, 0) + amount  # a Counter makes its zeros in Python
+            scope.held[resource] += amount
         return None
 
     def release(self, resource: Resource, amount: int) -> None:
         """Give back what was reserved. A scope that is closed has given it back already."""
         if self.is_closed:
             return
-        own = self.held.get(resource, 0)
-        if not 0 <= amount <= own:
+        if not 0 <= amount <= self.held[resource]:
+            own = self.held[resource]
             raise LocalProtocolError(f"{self!r} gives back {amount} {resource.value}, and holds {own}")
-        self.held[resource] = own - amount
         widest = self
-        for widest in self._outside:
+        for widest in self.around:
             widest.held[resource] -= amount
-        widest._note_release()
+        if widest._watchers:
+            widest._note_release()
 
     def watch(self, note: Callable[[], None]) -> None:
         """Have `note` called once, when something of the process has been given back. It returns at once."""
@@ -242,8 +242,9 @@ class Scope:
             return
         for scope in self._outside:
             scope.held.subtract(held)
-        parent, *_ = self._outside
-        self._outside[-1]._note_release()
+        parent, widest = self._outside[0], self._outside[-1]
+        if widest._watchers:
+            widest._note_release()
         parent._children.pop(self, None)
         if parent._shared.get(self.name) is self:
             del parent._shared[self.name]
@@ -258,8 +259,6 @@ class Scope:
         return self.worth
 
     def _note_release(self) -> None:
-        if not self._watchers:
-            return
         watchers, self._watchers = self._watchers, {}
         for note in watchers:
             note()
