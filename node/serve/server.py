@@ -6,6 +6,7 @@ another. `server_link.py` has the links, and `session.py` a session's work.
 
 from __future__ import annotations
 
+import logging
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
     from llmnode.swarm.membership import Swarm
     from llmnode.swarm.pool import ConnectionPool
     from llmnode.wire.adapter import Adapter
+
+log = logging.getLogger(__name__)
 
 DRAINING = "this server is draining"
 
@@ -94,6 +97,22 @@ class Server:
             await trio.sleep(self.policy.adapter_idle_s / 2)
             for held in self._held():
                 await held.adapters.drop_idle()
+
+    async def close_idle_sessions(self) -> None:
+        """Close each session that has had no frame for too long, until cancelled.
+
+        A deadline of each session's own would be moved twice for each step.
+        """
+        idle_s = self.policy.session_idle_s
+        while True:
+            now_s = first_s = trio.current_time()
+            for session in self.sessions.values():
+                if (since_s := session.inbox.waits_since_s) + idle_s <= now_s:
+                    log.info("session idle, closed peer=%s", session.client)
+                    session.close()
+                else:
+                    first_s = min(first_s, since_s)
+            await trio.sleep_until(first_s + idle_s)
 
     async def prepare(self, worker: Worker) -> None:
         """Have a worker hold the node's own adapters, before it serves. Raises what `AdapterStore.hold` does."""

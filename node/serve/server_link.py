@@ -52,6 +52,7 @@ async def serve_links(server: Server) -> None:
     """Serve every link that is opened to `server`, until cancelled."""
     async with trio.open_nursery() as nursery:
         nursery.start_soon(server.drop_idle_adapters)
+        nursery.start_soon(server.close_idle_sessions)
         await accept_links(
             server.network,
             server.policy.links,

@@ -165,7 +165,7 @@ class ServerSession:
             raise
 
     async def run(self) -> None:
-        """Wait for KV, and serve steps until the client closes, falls silent for too long, or has left for too long."""
+        """Wait for KV, and serve steps until the client or the server closes it, or the client is gone for too long."""
         with self._scope:
             try:
                 await self._serve()
@@ -186,20 +186,16 @@ class ServerSession:
             return await self._send(refusal_for(self._doing, refusal))
         self.has_kv = True
         await self._send(self._doing)
-        with trio.CancelScope() as idle:
-            while True:
-                idle.deadline = trio.current_time() + self.served.policy.session_idle_s
-                try:
-                    frame = self._doing = await self.inbox.take()
-                except trio.EndOfChannel:
-                    return
-                idle.deadline = math.inf
-                try:
-                    await self._handle(frame)
-                except (PeerRefused, RemoteProtocolError) as error:
-                    await self._send(refusal_for(frame, error))
-                self.inbox.done(frame, self._logged_bytes)
-        log.info("session idle, closed peer=%s", self.client)
+        while True:
+            try:
+                frame = self._doing = await self.inbox.take()
+            except trio.EndOfChannel:
+                return
+            try:
+                await self._handle(frame)
+            except (PeerRefused, RemoteProtocolError) as error:
+                await self._send(refusal_for(frame, error))
+            self.inbox.done(frame, self._logged_bytes)
 
     async def _handle(self, frame: Frame) -> None:
         """Raises RemoteProtocolError or PeerRefused for a frame that has changed nothing."""

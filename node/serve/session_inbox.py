@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,8 @@ class SessionInbox:
         self.pushes = PushInlet(stage.session, stage.epoch, stage.max_length, form.bytes_of(1), served.desk)
         most_frames = 4 * policy.steps_ahead + policy.pushed_ahead
         self._put, self._frames = trio.open_memory_channel[Frame](most_frames)
+        self.waits_since_s = math.inf
+        """Since when the session waits for a frame; infinite while it does not."""
 
     async def put(self, frame: Frame) -> None:
         """A frame of the client, after a wait if there is no memory for it.
@@ -71,7 +74,10 @@ class SessionInbox:
 
     async def take(self) -> Frame:
         """The next frame. Raises trio.EndOfChannel after the last one."""
-        return await self._frames.receive()
+        self.waits_since_s = trio.current_time()
+        frame = await self._frames.receive()
+        self.waits_since_s = math.inf
+        return frame
 
     def rest(self) -> list[Frame]:
         """All frames that nobody has taken."""
@@ -98,6 +104,7 @@ class SessionInbox:
     def end(self) -> None:
         """Nothing more is taken out."""
         self.close()
+        self.waits_since_s = math.inf
         self.pushes.close()
         self.memory.close()
 
