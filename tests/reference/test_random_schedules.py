@@ -107,7 +107,8 @@ class ClockedWorker(BatchingWorker):
         began_s = trio.current_time()
         results = do(executor, Work(work.operations, ())).results
         outputs = executor.forward(work.slices) if work.slices else ()
-        await trio.sleep(1)
+        with trio.CancelScope(shield=True):
+            await trio.sleep(1)
         return Done(results, outputs), began_s, trio.current_time()
 
 

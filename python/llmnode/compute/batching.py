@@ -34,7 +34,9 @@ if TYPE_CHECKING:
     from llmnode.ports import Held
 
     Run = Callable[[Work], Awaitable[tuple[Done, float, float]]]
-    """Has the executor do the work, beginning now if it can. Returns when that began and ended too, by `clock`."""
+    """Has the executor do the work, beginning now if it can. Returns when that began and ended too, by `clock`.
+
+    It is shielded: even if its callers are cancelled, a batch is waited for to its end."""
 
 Result = TypeVar("Result")
 
@@ -218,8 +220,7 @@ class BatchingWorker:
         batch, running = self._running
         calls = {ticket: self._calls[ticket] for ticket in (*batch.operations, *batch.slices, *batch.passes)}
         try:
-            with trio.CancelScope(shield=True):
-                done, began_s, ended_s = await running
+            done, began_s, ended_s = await running
             self._busy_s += ended_s - began_s
             has_failed = False
             for ticket, result in zip(batch.operations, done.results, strict=True):

@@ -136,7 +136,9 @@ class _ExecutorThread:
         return 0 if self._executor is None else self._executor.kv_tokens_free()
 
     async def run(self, work: Work) -> tuple[Done, float, float]:
-        return await self._thread.run(partial(self._run, work))
+        with trio.CancelScope(shield=True):
+            done = await self._thread.run(partial(self._run, work))
+        return done
 
     def _run(self, work: Work) -> tuple[Done, float, float]:
         began_s = time.perf_counter()

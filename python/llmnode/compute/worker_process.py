@@ -151,8 +151,8 @@ class WorkerProcess:
     def run(self, held: HeldSpan, work: Work) -> Awaitable[tuple[Done, float, float]]:
         """Have a batch done, which begins now unless another executor of the process works.
 
-        Its begin and end are by `time.perf_counter`, without the time of the way back. The awaitable raises nothing: if
-        the process is lost, all of the batch has failed.
+        Its begin and end are by `time.perf_counter`, without the time of the way back. The awaitable is shielded, and
+        raises nothing: if the process is lost, all of the batch has failed.
         """
         try:
             self._turn.acquire_nowait()
@@ -161,7 +161,8 @@ class WorkerProcess:
         return self._run(held, work)
 
     async def _run_in_turn(self, held: HeldSpan, work: Work) -> tuple[Done, float, float]:
-        await self._turn.acquire()
+        with trio.CancelScope(shield=True):
+            await self._turn.acquire()
         return await self._run(held, work)
 
     def _run(self, held: HeldSpan, work: Work) -> Awaitable[tuple[Done, float, float]]:
@@ -186,7 +187,7 @@ class WorkerProcess:
         self, held: HeldSpan, work: Work, unsent: memoryview, given_bytes: int
     ) -> tuple[Done, float, float]:
         try:
-            with trio.move_on_after(self._policy.answer_s):
+            with trio.move_on_after(self._policy.answer_s, shield=True):
                 if self._is_closing:
                     raise await self._lost()
                 await self._send(self._talk, unsent)
@@ -195,7 +196,8 @@ class WorkerProcess:
                 ended_s = time.perf_counter()
                 return done, ended_s - took_s, ended_s
             self.kill(self._is_late)
-            lost = await self._lost()
+            with trio.CancelScope(shield=True):
+                lost = await self._lost()
         except WorkerLost as error:
             lost = error
         finally:

@@ -98,12 +98,13 @@ class ExactWorker(BatchingWorker):
     async def _run_inline(self, work: Work) -> tuple[Done, float, float]:
         began_s, forwards = trio.current_time(), self.executor.forwards
         done = do(self.executor, work)
-        if self.executor.forwards > forwards:
-            await trio.sleep(self.forward_s + self.slower_by_s)
-            if self.gate is not None and not self.lost.is_set():
-                await self.gate.wait()
-        else:
-            await trio.lowlevel.checkpoint()
+        with trio.CancelScope(shield=True):
+            if self.executor.forwards > forwards:
+                await trio.sleep(self.forward_s + self.slower_by_s)
+                if self.gate is not None and not self.lost.is_set():
+                    await self.gate.wait()
+            else:
+                await trio.lowlevel.checkpoint()
         if self.lost.is_set():
             done = failed(work, WorkerLost("as told"))
         return done, began_s, trio.current_time()

@@ -134,7 +134,8 @@ def test_the_executor_begins_with_what_waits_before_anybody_hears_of_what_was_do
         return finish(work)
 
     async def finish(work: Work) -> tuple[Done, float, float]:
-        await trio.testing.wait_all_tasks_blocked()
+        with trio.CancelScope(shield=True):
+            await trio.testing.wait_all_tasks_blocked()
         return do(executor, work), 0.0, 0.0
 
     async def main() -> None:
