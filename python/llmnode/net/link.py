@@ -99,6 +99,7 @@ class Libp2pLink:
         self._arrivals = ArrivalRate(policy.packing)
         self._packer = Packer(policy)
         self._outbox = Outbox(policy)
+        self._at_once_bytes = min(AT_ONCE_BYTES, policy.piece_bytes)
         self._unwritten = memoryview(b"")  # of what was taken from the outbox
         self._writer = trio.lowlevel.ParkingLot()  # the writing task, when all is written
         self._received, self._incoming = trio.open_memory_channel[Frame](policy.queue_frames)
@@ -317,18 +318,17 @@ class Libp2pLink:
         return len(self._outbox) >= self._policy.queue_frames or self._outbox.size_bytes > self._queue_bytes
 
     def _put(self, frame: Frame) -> None:
-        self._outbox.add(frame)
-        if self._writer:
-            if frame.size_bytes <= AT_ONCE_BYTES:
-                self._write_at_once(frame)
-            if self._unwritten or self._outbox:
-                self._writer.unpark()
+        if self._writer and frame.size_bytes <= self._at_once_bytes:
+            self._write_at_once(frame)
+            if not self._unwritten:
+                return
+        else:
+            self._outbox.add(frame)
+        self._writer.unpark()
 
     def _write_at_once(self, frame: Frame) -> None:
-        """The only one there is, as far as the stream takes it."""
-        self._outbox.prepare(frame, self._counted(frame, self._packer.pack_at_once(frame)))
-        data = self._outbox.take()
-        assert data is not None
+        """Nothing waits before it: give it to the stream, as far as that takes it."""
+        data = self._outbox.encode_small(self._counted(frame, self._packer.pack_at_once(frame)))
         self._unwritten = memoryview(data)[self._stream.write_at_once(data) :]
         self._wrote_since_heartbeat = True
 

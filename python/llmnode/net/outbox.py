@@ -87,11 +87,8 @@ class Outbox:
         if self._is_small_next:
             frame = self._small.popleft()
             self._is_prepared[0] = False
-            size_bytes = frame.size_bytes
-            self.size_bytes -= size_bytes
-            self._passed_bytes += size_bytes
-            self._gentle_bytes = GENTLE_BYTES
-            return encode(frame, self._policy)
+            self.size_bytes -= frame.size_bytes
+            return self.encode_small(frame)
         if not self._large:
             return None
         self._passed_bytes = 0
@@ -104,6 +101,16 @@ class Outbox:
             self._forget(self._large.popleft())
             self._is_prepared[1] = False
         return encode(Frame(FrameType.PIECE, payload=piece), self._policy)
+
+    def encode_small(self, frame: Frame) -> bytes:
+        """The bytes of a small frame that is written next. If nothing waits, it need not be added before.
+
+        Raises as `take`.
+        """
+        data = encode(frame, self._policy)
+        self._passed_bytes += len(data)
+        self._gentle_bytes = GENTLE_BYTES
+        return data
 
     def _next_piece(self, size_bytes: int) -> Buffer:
         """A piece of the first large frame, which is not copied as a whole."""
