@@ -21,7 +21,7 @@ from llmnode.core.budget import Kind, Resource, Worth
 from llmnode.core.ids import PeerId
 from llmnode.core.peers.nat import judge
 from llmnode.core.policy import CircuitPolicy, ReachPolicy
-from llmnode.core.traffic import Traffic
+from llmnode.core.traffic import TrafficMeter
 from llmnode.errors import PeerUnreachable
 from llmnode.net.addresses import (
     all_reachable,
@@ -65,6 +65,7 @@ if TYPE_CHECKING:
 
     from llmnode.core.peers.nat import Reach
     from llmnode.core.policy import LinkPolicy, RelayPolicy
+    from llmnode.core.traffic import Traffic
     from llmnode.net.yamux import YamuxConnection
 
 LINK_PROTOCOL = link_protocol(LINK_VERSIONS[0])
@@ -155,7 +156,7 @@ class Libp2pNetwork:
         self._listens = listens
         self._announced = announced
         self._reserves = reserves
-        self._traffic = Traffic()
+        self._traffic = TrafficMeter()
         self._links: dict[Libp2pLink, IMuxedConn] = {}
         self._opened, self._accepted = trio.open_memory_channel[Libp2pLink](ACCEPT_QUEUE)
         self._held = HeldConnections(host, policy, lambda connection: connection in self._links.values())
@@ -202,7 +203,7 @@ class Libp2pNetwork:
 
     @property
     def traffic(self) -> Traffic:
-        return self._traffic
+        return self._traffic.total
 
     @property
     def key(self) -> bytes:
@@ -357,9 +358,6 @@ class Libp2pNetwork:
             link.scope.close()
             del self._links[link]
 
-    def _count(self, traffic: Traffic) -> None:
-        self._traffic += traffic
-
     def _links_with(self, peer: PeerId) -> list[Libp2pLink]:
         return [link for link in self._links if link.peer == peer]
 
@@ -392,7 +390,7 @@ class Libp2pNetwork:
             stream,
             peer,
             self._policy,
-            LinkOwner(drop, self._count, wait_direct),
+            LinkOwner(drop, self._traffic, wait_direct),
             Account(scope.open(Kind.LINK, peer), Resource.MEMORY),
             relayed=is_relayed(connection),
             relay_limit_bytes=limit_bytes_of(connection),

@@ -28,7 +28,6 @@ from llmnode.core.ids import NO_SESSION
 from llmnode.core.links.pace import Pace
 from llmnode.core.links.packing import ArrivalRate
 from llmnode.core.links.write_size import part_bytes
-from llmnode.core.traffic import Traffic
 from llmnode.errors import PeerError, PeerUnreachable, RemoteProtocolError
 from llmnode.net.outbox import Outbox
 from llmnode.net.packer import Packer
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
     from llmnode.core.budget import Scope
     from llmnode.core.ids import PeerId
     from llmnode.core.policy import LinkPolicy
+    from llmnode.core.traffic import TrafficMeter
     from llmnode.net.negotiated import NegotiatedStream
     from llmnode.wire.frame import Buffer
 
@@ -66,7 +66,7 @@ class LinkOwner:
 
     drop: Callable[[], Awaitable[None]]
     """The link is over: the stream goes, and its connection if nothing else uses it."""
-    count: Callable[[Traffic], None]
+    traffic: TrafficMeter
     wait_direct: Callable[[], Awaitable[None]]
 
 
@@ -248,7 +248,7 @@ class Libp2pLink:
         if frame.packed:
             frame = await self._unpack(frame)
         if frame.session != NO_SESSION:
-            self._owner.count(Traffic(received_bytes=crossing_bytes, received_plain_bytes=len(frame.payload)))
+            self._owner.traffic.note_received(crossing_bytes, len(frame.payload))
         return frame
 
     async def _unpack(self, frame: Frame) -> Frame:
@@ -367,7 +367,7 @@ class Libp2pLink:
     def _counted(self, frame: Frame, crossing: Frame) -> Frame:
         """`crossing` is how `frame` crosses the link."""
         if frame.session != NO_SESSION:
-            self._owner.count(Traffic(sent_bytes=len(crossing.payload), sent_plain_bytes=len(frame.payload)))
+            self._owner.traffic.note_sent(len(crossing.payload), len(frame.payload))
         return crossing
 
     def _beat(self) -> None:

@@ -11,7 +11,7 @@ from llmnode.core.account import Account
 from llmnode.core.address_groups import address_groups
 from llmnode.core.budget import Kind, Resource
 from llmnode.core.ids import NO_SESSION
-from llmnode.core.traffic import Traffic
+from llmnode.core.traffic import TrafficMeter
 from llmnode.errors import PeerError, PeerUnreachable
 from llmnode.wire.frame import Frame, FrameType
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from llmnode.core.budget import Budget
     from llmnode.core.ids import PeerId
+    from llmnode.core.traffic import Traffic
     from llmnode.testing.medium import Medium
 
     Tamper: TypeAlias = Callable[[PeerId, Frame], Iterable[Frame]]
@@ -41,9 +42,13 @@ class Endpoint:
         self.budget = budget
         self.links: list[MemoryLink] = []
         self.frozen = False
-        self.traffic = Traffic()
+        self.meter = TrafficMeter()
         self.tamper: Tamper | None = None
         """Replaces each frame that the peer sends. None: they are sent as they are."""
+
+    @property
+    def traffic(self) -> Traffic:
+        return self.meter.total
 
 
 def is_held_back(medium: Medium, sender: Endpoint, receiver: Endpoint) -> bool:
@@ -189,8 +194,7 @@ class MemoryLink:
         if frame is not None:
             self._wrote = True
             if frame.session != NO_SESSION:
-                size_bytes = len(frame.payload)
-                self.own.traffic += Traffic(sent_bytes=size_bytes, sent_plain_bytes=size_bytes)
+                self.own.meter.note_sent(len(frame.payload), len(frame.payload))
             sent_s = self._busy_until_s = began_s + frame.size_bytes / conditions.bytes_per_s
             if sent_s - began_s > (timeout_s := medium.policy.write_timeout_s):
                 error = PeerUnreachable(f"took no data for {timeout_s:g} s")
@@ -238,8 +242,7 @@ class MemoryLink:
         if frame.type is FrameType.HEARTBEAT or self._error is not None:
             return None
         if frame.session != NO_SESSION:
-            size_bytes = len(frame.payload)
-            self.own.traffic += Traffic(received_bytes=size_bytes, received_plain_bytes=size_bytes)
+            self.own.meter.note_received(len(frame.payload), len(frame.payload))
         medium = self._medium
         duplication = medium.between(self.peer, self.own.peer).duplication
         again = duplication and frame.type not in ASKED_ONCE and medium.rng.random() < duplication
