@@ -149,6 +149,8 @@ class Libp2pNetwork:
         reserves: bool = False,
     ) -> None:
         self.host = host
+        self.peer = PeerId(host.get_id().to_base58())
+        self._key = host.get_private_key()
         self._nursery = nursery
         self.budget = admission.budget
         self._gate = admission.gate
@@ -167,10 +169,6 @@ class Libp2pNetwork:
         self._dialling: dict[tuple[ID, Multiaddr], trio.Lock] = {}
         nursery.start_soon(self._held.end_unused, admission)
         self._gate.live_at(parse_peer(each).addrs[0] for each in announced or self.listening)
-
-    @property
-    def peer(self) -> PeerId:
-        return PeerId(self.host.get_id().to_base58())
 
     @property
     def addresses(self) -> list[str]:
@@ -207,10 +205,10 @@ class Libp2pNetwork:
 
     @property
     def key(self) -> bytes:
-        return self.host.get_private_key().to_bytes()
+        return self._key.to_bytes()
 
     def sign(self, message: bytes) -> bytes:
-        return self.host.get_private_key().sign(message)
+        return self._key.sign(message)
 
     def verify(self, peer: PeerId, message: bytes, signature: bytes) -> bool:
         return is_signed(peer, message, signature)
