@@ -142,7 +142,7 @@ class Libp2pLink:
             await self._wait_for_space(size_bytes)
         if self.has_ended:
             raise self._end_reason()
-        self._put(frame)
+        self._put(frame, size_bytes)
         await self._stream.let_others_run(size_bytes)
 
     async def receive(self) -> Frame:
@@ -152,7 +152,7 @@ class Libp2pLink:
             raise self._end_reason() from None
         self._received_bytes -= frame.size_bytes
         self._received_frames -= 1
-        self._charge()
+        self._give_back()
         return frame
 
     async def end(self, reason: str) -> None:
@@ -161,7 +161,7 @@ class Libp2pLink:
 
     @property
     def has_ended(self) -> bool:
-        return self._ended.is_set()
+        return self._end_error is not None
 
     async def wait_closed(self) -> None:
         """Until the connection is gone too, if `run` has begun."""
@@ -225,7 +225,7 @@ class Libp2pLink:
                         self._take_rate(1000.0 * frame.start)
                     else:
                         await self._deliver(await self._take(frame))
-                self._charge()
+                self._give_back()
                 self._arrivals.note(len(chunk), now_s, inside=not decoder.at_boundary())
                 if self._arrivals.has_news:
                     self._beat()
@@ -283,6 +283,11 @@ class Libp2pLink:
             return True
         return self._memory.resize(-(-held_bytes // CHARGE_BYTES) * CHARGE_BYTES)
 
+    def _give_back(self) -> None:
+        """The link holds less than before: the memory for that is free."""
+        if self._memory.amount:
+            self._charge()
+
     async def _wait_for_space(self, more_bytes: int) -> None:
         """In the outbox. A frame that waits for it is in our memory already."""
         self._waiting_bytes += more_bytes
@@ -315,10 +320,13 @@ class Libp2pLink:
 
     @property
     def _is_full(self) -> bool:
-        return len(self._outbox) >= self._policy.queue_frames or self._outbox.size_bytes > self._queue_bytes
+        waiting_bytes = self._outbox.size_bytes  # most often none
+        return waiting_bytes > self._queue_bytes or (
+            waiting_bytes > 0 and len(self._outbox) >= self._policy.queue_frames
+        )
 
-    def _put(self, frame: Frame) -> None:
-        if self._writer and frame.size_bytes <= self._at_once_bytes:
+    def _put(self, frame: Frame, size_bytes: int) -> None:
+        if self._writer and size_bytes <= self._at_once_bytes:
             self._write_at_once(frame)
             if not self._unwritten:
                 return
@@ -344,7 +352,7 @@ class Libp2pLink:
                 return
             else:
                 self._written_bytes += len(data)
-                self._charge()
+                self._give_back()
                 if not self._is_full:
                     self._space.unpark_all()
 
@@ -372,7 +380,8 @@ class Libp2pLink:
 
     def _beat(self) -> None:
         """Say that we live, and how fast the link is."""
-        self._put(Frame(FrameType.HEARTBEAT, start=self._arrivals.tell_kilobytes_per_s()))
+        beat = Frame(FrameType.HEARTBEAT, start=self._arrivals.tell_kilobytes_per_s())
+        self._put(beat, beat.size_bytes)
 
     async def _keep_alive(self) -> None:
         while True:

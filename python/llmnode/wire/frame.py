@@ -34,7 +34,8 @@ LINK_VERSIONS = (2, 1)
 """The versions of the protocol that peers agree on when a link opens, the newest first."""
 _COVERED = struct.Struct(f"<2sBB{SESSION_ID_BYTES}sIIIIII")  # what the checksum covers of the header
 _CHECKSUM = struct.Struct("<I")
-HEADER_BYTES = _COVERED.size + _CHECKSUM.size
+_HEADER = struct.Struct(f"{_COVERED.format}I")
+HEADER_BYTES = _HEADER.size
 _PACKED = 0x80
 
 
@@ -108,7 +109,7 @@ class FrameType(IntEnum):
 
     @property
     def is_known(self) -> bool:
-        return self in _TYPES
+        return self in _KNOWN
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,35 +201,29 @@ class FrameDecoder:
         """Yield the frames that `chunk` completes. Raises RemoteProtocolError on the first byte that is wrong."""
         rest = memoryview(chunk)
         while rest:
-            if len(self._header) < HEADER_BYTES:
-                rest = self._take_header(rest)
+            if wanted := HEADER_BYTES - len(self._header):
+                self._header += rest[:wanted]
+                rest = rest[wanted:]
+                if len(self._header) < HEADER_BYTES:
+                    return
+                self._body_bytes = self._checked_body_bytes()
+            # Grown by what arrives, not set to what is announced: a header alone must not cost us a whole payload.
+            wanted = self._body_bytes - len(self._body)
+            self._body += rest[:wanted]
+            rest = rest[wanted:]
+            if len(self._body) < self._body_bytes:
+                return
+            frame = self._finish()
+            if frame.type is not FrameType.PIECE:
+                yield frame
+            elif self._pieces is not None:
+                yield from self._pieces.feed(frame.payload)
             else:
-                rest = self._take_body(rest)
-            if len(self._header) == HEADER_BYTES and len(self._body) == self._body_bytes:
-                frame = self._finish()
-                if frame.type is not FrameType.PIECE:
-                    yield frame
-                elif self._pieces is not None:
-                    yield from self._pieces.feed(frame.payload)
-                else:
-                    raise RemoteProtocolError("a piece of a frame within a piece")
+                raise RemoteProtocolError("a piece of a frame within a piece")
 
     def at_boundary(self) -> bool:
         """Whether the stream may end here without cutting a frame in two."""
         return not self._header and (self._pieces is None or self._pieces.at_boundary())
-
-    def _take_header(self, chunk: memoryview) -> memoryview:
-        wanted = HEADER_BYTES - len(self._header)
-        self._header += chunk[:wanted]
-        if len(self._header) == HEADER_BYTES:
-            self._body_bytes = self._checked_body_bytes()
-        return chunk[wanted:]
-
-    def _take_body(self, chunk: memoryview) -> memoryview:
-        # Grown by what arrives, not set to what is announced: a header alone must not cost us a whole payload.
-        wanted = self._body_bytes - len(self._body)
-        self._body += chunk[:wanted]
-        return chunk[wanted:]
 
     def _checked_body_bytes(self) -> int:
         """Refuse a bad header before a byte of its body is waited or allocated for."""
@@ -250,12 +245,12 @@ class FrameDecoder:
         header, body = self._header, memoryview(self._body)
         self._header, self._body = bytearray(), bytearray()
         self._finished += 1
-        _, _, kind, session, epoch, step, start, length, meta_bytes, _ = _COVERED.unpack_from(header)
-        (expected,) = _CHECKSUM.unpack_from(header, _COVERED.size)
+        _, _, kind, session, epoch, step, start, length, meta_bytes, _, expected = _HEADER.unpack_from(header)
+        frame_type = _TYPES[kind & ~_PACKED]
         if _native.frame_crc32c([memoryview(header)[: _COVERED.size], body]) != expected:
-            raise RemoteProtocolError(f"checksum of a {FrameType(kind & ~_PACKED).name} frame does not match its bytes")
+            raise RemoteProtocolError(f"checksum of a {frame_type.name} frame does not match its bytes")
         return Frame(
-            FrameType(kind & ~_PACKED),
+            frame_type,
             SessionId(session),
             Epoch(epoch),
             Step(step),
@@ -267,4 +262,6 @@ class FrameDecoder:
         )
 
 
-_TYPES = frozenset(FrameType)
+_KNOWN = frozenset(FrameType)
+_TYPES = tuple(map(FrameType, range(_PACKED)))
+"""All types by their numbers, also those of newer versions. To call the enum takes longer."""
