@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from llmnode import _native
 from llmnode.wire import version_1
-from llmnode.wire.receipt import NONCE_BYTES, Receipt, signed
+from llmnode.wire.receipt import NONCE_BYTES, Receipt, signature_of
 
 if TYPE_CHECKING:
     from llmnode.core.ids import PeerId
@@ -27,22 +27,23 @@ class ReceiptSigner:
         self._span = span
         self._profile = profile
 
-    def receipt(self, frame: Frame, payload: Buffer) -> Receipt:
-        """The receipt binds us to this step. It is made once, after all that can fail (see `receipt.is_proof`)."""
-        return signed(
-            Receipt(
-                signer=self._network.peer,
-                client=self._client,
-                session=frame.session,
-                epoch=frame.epoch,
-                step=frame.step,
-                start=frame.start,
-                length=frame.length,
-                span=self._span,
-                profile=self._profile,
-                input_digest=_native.blake3_digest(frame.payload),
-                output_digest=_native.blake3_digest(payload),
-                nonce=self.nonce,
-            ),
-            self._network.sign,
+    def receipt(self, frame: Frame, payload: Buffer) -> tuple[Receipt, bytes]:
+        """The receipt without its signature, and the signature, which binds us to this step.
+
+        It is made once, after all that can fail (see `receipt.is_proof`).
+        """
+        receipt = Receipt(
+            signer=self._network.peer,
+            client=self._client,
+            session=frame.session,
+            epoch=frame.epoch,
+            step=frame.step,
+            start=frame.start,
+            length=frame.length,
+            span=self._span,
+            profile=self._profile,
+            input_digest=_native.blake3_digest(frame.payload),
+            output_digest=_native.blake3_digest(payload),
+            nonce=self.nonce,
         )
+        return receipt, signature_of(receipt, self._network.sign)

@@ -279,14 +279,14 @@ class ServerSession:
         else:
             if self._outputs is not None:
                 self._outputs.append(payload, frame.length)
-            receipt = self._signer.receipt(frame, payload)
-            pushed = await self._push(frame, payload, pack(Pushed(receipt.input_digest, receipt.signature)))
+            receipt, signature = self._signer.receipt(frame, payload)
+            pushed = await self._push(frame, payload, pack(Pushed(receipt.input_digest, signature)))
             self.served.tally.steps += 1
             self.served.tally.positions += frame.length
             self.served.tally.pushed += pushed
             self.served.conduct.note_step(self._group)
             shown = unpack(Pushed, frame.meta) if frame.meta else None
-            own = receipt.input_digest, receipt.output_digest, receipt.signature
+            own = receipt.input_digest, receipt.output_digest, signature
             of_pusher = (shown.input_digest, shown.signature) if shown else (b"", b"")
             result = Result(computed.queue_us, computed.compute_us, *own, pushed, *of_pusher)
             wanted = not self._quiet and not (pushed and self._outputs is not None)

@@ -19,8 +19,9 @@ from llmnode.receipts.transcript import parse
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.messages import Opened, OpenRequest, Result, pack, unpack
 from llmnode.wire.push_messages import Pushed
-from llmnode.wire.receipt import Receipt, is_proof, is_public, is_valid, profile_digest, signed
+from llmnode.wire.receipt import Receipt, is_proof, is_public, is_valid, profile_digest
 from simulation.world import MODEL, ROW, Dialogue, World, pairs_of_servers, simulated
+from unit.signers import signed
 
 if TYPE_CHECKING:
     from llmnode.core.ids import PeerId
@@ -73,7 +74,7 @@ async def test_a_server_that_signs_one_thing_and_pushes_another_is_convicted_by_
 
         async def push_another(frame: Frame, payload: Buffer, _meta: bytes) -> bool:
             other = bytes(len(payload))
-            receipt = replace(receipt_of(frame, payload), output_digest=_native.blake3_digest(other))
+            receipt = replace(receipt_of(frame, payload)[0], output_digest=_native.blake3_digest(other))
             receipt = signed(receipt, swarm.node(liar).network.sign)
             return await push(frame, other, pack(Pushed(receipt.input_digest, receipt.signature)))
 

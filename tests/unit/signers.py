@@ -19,7 +19,7 @@ from llmnode.net.identity import is_signed
 from llmnode.receipts.book import ReceiptBook
 from llmnode.wire.chunk import Chunk
 from llmnode.wire.payload import Codec
-from llmnode.wire.receipt import signed
+from llmnode.wire.receipt import signature_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,6 +44,10 @@ def signer(number: int) -> Signer:
 CLIENT, LIAR, OTHER = signer(100), signer(101), signer(102)
 
 
+def signed(receipt: Receipt, sign: Sign) -> Receipt:
+    return replace(receipt, signature=signature_of(receipt, sign))
+
+
 def digest(*parts: object) -> bytes:
     return _native.blake3_digest(repr(parts).encode())
 
@@ -60,7 +64,7 @@ class Stage:
     def receipt(self, book: ReceiptBook, chunk: Chunk, given: bytes, put_out: bytes) -> Receipt:
         """The receipt in the form in which the client gets it."""
         unsigned = book.receipt(self.hop, self.session, chunk, given, put_out, b"", self.nonce)
-        signature = signed(unsigned, self.signer.sign).signature
+        signature = signature_of(unsigned, self.signer.sign)
         return book.receipt(self.hop, self.session, chunk, given, put_out, signature, self.nonce)
 
 
@@ -142,4 +146,4 @@ class Session:
 
 def forged(receipt: Receipt) -> Receipt:
     """A receipt of the right form, signed by somebody else."""
-    return replace(receipt, signature=signed(receipt, LIAR.sign).signature)
+    return signed(receipt, LIAR.sign)

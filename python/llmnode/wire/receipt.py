@@ -6,7 +6,7 @@ No key is here: `llmnode.ports.Network` signs and verifies.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from llmnode import _native
@@ -45,8 +45,8 @@ class Receipt:
 
     `session` is the name that the client gave. `nonce` is the signer's: it draws one for each session, so no two of
     its sessions are one, whatever their names. It is empty in protocol 1. `start` and `length` are positions, `profile`
-    is a `profile_digest`, and the digests are BLAKE3 of the payloads as they cross the wire. The signature is empty
-    until `signed`. Raises ValueError for values that no statement can have.
+    is a `profile_digest`, and the digests are BLAKE3 of the payloads as they cross the wire. The signature may be
+    empty. Raises ValueError for values that no statement can have.
     """
 
     signer: PeerId
@@ -122,12 +122,12 @@ def statement(receipt: Receipt) -> bytes:
     )
 
 
-def signed(receipt: Receipt, sign: Sign) -> Receipt:
-    """The `receipt` with a signature that `sign` makes.
+def signature_of(receipt: Receipt, sign: Sign) -> bytes:
+    """The signature that `sign` makes for a receipt, which need not have one.
 
     A stage signs a step once, after all that can fail. A repeated request for the step gets the same receipt.
     """
-    return replace(receipt, signature=sign(statement(receipt)))
+    return sign(statement(receipt))
 
 
 def is_valid(receipt: Receipt, verify: Verify) -> bool:

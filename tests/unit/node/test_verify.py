@@ -13,8 +13,7 @@ from llmnode.node.cli import main
 from llmnode.node.commands.verify import SHOWS
 from llmnode.receipts import transcript
 from llmnode.receipts.transcript import parse
-from llmnode.wire.receipt import signed
-from unit.signers import CLIENT, LIAR, MODEL, OTHER, Session, digest, signer
+from unit.signers import CLIENT, LIAR, MODEL, OTHER, Session, digest, signed, signer
 
 if TYPE_CHECKING:
     from pathlib import Path

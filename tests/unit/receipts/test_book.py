@@ -21,8 +21,8 @@ from llmnode.receipts.audit import audit
 from llmnode.receipts.book import ReceiptBook
 from llmnode.receipts.transcript import parse
 from llmnode.wire.payload import Codec
-from llmnode.wire.receipt import Convicted, signed
-from unit.signers import CLIENT, LIAR, MODEL, OTHER, Session, digest, forged, signer
+from llmnode.wire.receipt import Convicted
+from unit.signers import CLIENT, LIAR, MODEL, OTHER, Session, digest, forged, signed, signer
 
 if TYPE_CHECKING:
     from llmnode.core.ids import PeerId

@@ -15,8 +15,8 @@ from llmnode.receipts.audit import audit
 from llmnode.receipts.book import ReceiptBook
 from llmnode.receipts.transcript import parse
 from llmnode.wire.payload import Codec
-from llmnode.wire.receipt import Convicted, signed
-from unit.signers import CLIENT, LIAR, MODEL, Session, digest, forged
+from llmnode.wire.receipt import Convicted
+from unit.signers import CLIENT, LIAR, MODEL, Session, digest, forged, signed
 
 if TYPE_CHECKING:
     from llmnode.receipts.audit import Audit

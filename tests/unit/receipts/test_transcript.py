@@ -18,8 +18,7 @@ from llmnode.net.identity import is_signed
 from llmnode.receipts import transcript
 from llmnode.receipts.audit import Audit, audit
 from llmnode.receipts.transcript import MOST_BYTES, as_json, parse
-from llmnode.wire.receipt import signed
-from unit.signers import CLIENT, LIAR, OTHER, Session, digest, forged
+from unit.signers import CLIENT, LIAR, OTHER, Session, digest, forged, signed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

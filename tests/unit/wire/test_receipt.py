@@ -27,11 +27,10 @@ from llmnode.wire.receipt import (
     is_public,
     is_valid,
     profile_digest,
-    signed,
     statement,
 )
 from llmnode.wire.stage import Compute, Repeat, Stage
-from unit.signers import CLIENT, LIAR, OTHER, digest, forged
+from unit.signers import CLIENT, LIAR, OTHER, digest, forged, signed
 
 PROFILE = profile_digest(Profile(b"m" * 32, Precision()), "raw")
 RECEIPT = Receipt(
