@@ -55,12 +55,14 @@ class PushRight:
 
     async def get(self, epoch: Epoch, size_bytes: int) -> bool:
         """Whether a push of this size may be made now. Then it counts."""
-        if self._way is not self.connection.best or self._allows(epoch, size_bytes) is None:
+        allowed = self._allows(epoch, size_bytes) if self._way is self.connection.best else None
+        if allowed is None:
             with trio.move_on_after(self._patience_s):
                 await self._ask(epoch, size_bytes)
                 while self._allows(epoch, size_bytes) is None:
                     await self._news.wait()
-        if not (allowed := self._allows(epoch, size_bytes)):
+            allowed = self._allows(epoch, size_bytes)
+        if not allowed:
             if allowed is None and not self._is_slow:  # it is not wanted any more
                 with trio.move_on_after(self._patience_s):
                     await self._say_wanted(epoch, 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import trio
@@ -65,7 +64,7 @@ class Receiver:
         try:
             if not await right.get(step.epoch, step.size_bytes):
                 return False
-            await right.connection.best.tell(replace(step, session=right.session))
+            await right.connection.best.tell(step.for_session(right.session))
         except PeerError as error:
             self._give_up(error)
             return False

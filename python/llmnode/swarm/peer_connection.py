@@ -108,7 +108,8 @@ class PeerConnection:
     @property
     def best(self) -> PeerConnection:
         """The better connection if there is one that is open, else this one."""
-        return self if self.better is None or self.better.has_ended else self.better
+        better = self._better
+        return self if better is None or better.has_ended else better
 
     @property
     def has_ended(self) -> bool:

@@ -134,6 +134,11 @@ class Frame:
     def size_bytes(self) -> int:
         return HEADER_BYTES + len(self.meta) + len(self.payload)
 
+    def for_session(self, session: SessionId) -> Frame:
+        """The same frame, for another session. `dataclasses.replace` takes six times as long."""
+        at = session, self.epoch, self.step, self.start, self.length
+        return Frame(self.type, *at, self.meta, self.payload, self.value_bytes, self.packed)
+
 
 def encode(frame: Frame, policy: LinkPolicy) -> bytes:
     """The frame's bytes, in one buffer: a stream write takes one, and encryption copies it anyway."""
