@@ -292,4 +292,6 @@ class Slice:
 
     def blocks(self, span: Span) -> Span:
         """Its blocks in the model, where `span` are those of its session."""
+        if self.is_whole:
+            return span
         return Span(span.start + self.first, span.end if self.end is None else span.start + self.end)

@@ -6,7 +6,7 @@ address groups come first, and those of peers decide within a group. KV is share
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from llmnode.core.ids import PeerId
@@ -113,20 +113,20 @@ class Counters(Generic[K]):
         self.given: dict[K, int] = {}
         self._remembered = remembered
         self._latest: dict[K, int] = {}  # what each was charged last
-        self._queued: Counter[K] = Counter()  # requests of each
+        self._queued: defaultdict[K, int] = defaultdict(int)  # requests of each that has any
         self._left: K | None = None  # the latest one that had nothing left in the queue
         self._gone: dict[K, None] = {}  # those without a session or a request, the latest last
 
     def enter(self, client: K) -> None:
         """One more of its requests waits."""
         self._gone.pop(client, None)
-        if not self._queued[client]:
-            others = [each for each, queued in self._queued.items() if queued]
+        if client not in self._queued:
+            others = [*self._queued]
             if not others and self._left in self.given:
                 others = [self._left]
             if (own := self.given.get(client)) is None:
                 self.given[client] = min((self.given[each] for each in others), default=0)
-            else:
+            elif others != [client]:  # else nobody has come between
                 before = (self.given[each] - self._latest.get(each, 0) for each in others)
                 self.given[client] = max(own, min(before, default=0))
         self._queued[client] += 1

@@ -177,13 +177,13 @@ class Scheduler:
     def remove(self, ticket: int) -> None:
         """Whether it is done, has failed, or is not wanted any more. Not between `take` and `done`."""
         operation: Control | Forward | Pass
-        if ticket in self._controls:
+        if ticket in self._forwards:
+            operation = self._remove_forward(ticket)
+        elif ticket in self._controls:
             operation = self._controls.pop(ticket)
-        elif ticket in self._passes:
+        else:
             operation = self._passes.remove(ticket)
             self._counters.forget(Client(operation.group, operation.client))
-        else:
-            operation = self._remove_forward(ticket)
         for session in operation.sessions:
             self._sessions[session].queue.remove(ticket)
 
@@ -191,10 +191,12 @@ class Scheduler:
         """How long to wait if nobody comes before. None if there is nothing to wait for."""
         if not self._forwards:
             return None
+        absent = [each.rhythm for each in self._sessions.values() if not each.queue]
+        if not absent:
+            return None
         saved_s = self._cost.forward_s
-        near = [each for each in self._sessions.values() if each.rhythm.is_near(saved_s)]
-        here = [each.rhythm for each in near if each.queue]
-        away = [each.rhythm for each in near if not each.queue and each.rhythm.late_s > now_s]
+        here = [each.rhythm for each in self._sessions.values() if each.queue and each.rhythm.is_near(saved_s)]
+        away = [each for each in absent if each.late_s > now_s and each.is_near(saved_s)]
         since_s = max(self._done_s, min(self._since_s.values()))
         until_s = min(since_s + saved_s, max((each.late_s for each in away), default=-inf))
         if until_s <= now_s or not keep_step(away, here, saved_s, self._policy.gather_share):
@@ -258,8 +260,7 @@ class Scheduler:
     def _add_forward(self, ticket: int, forward: Forward, now_s: float) -> None:
         session = self._sessions[forward.session]
         lane = _Lane(session.client, session.priority, forward.length <= self._policy.decode_positions)
-        if not any(each.lane == lane for each in self._forwards.values()):
-            self._since_s[lane] = now_s
+        self._since_s.setdefault(lane, now_s)
         self._counters.enter(session.client)
         if lane.is_decode:
             session.rhythm.note_return(now_s, self._cost.forward_s)
@@ -299,7 +300,8 @@ class Scheduler:
         To order those after it, each counts as given to its end.
         """
         if len(ready) < 2:  # nobody takes turns
-            yield from ((self._rank(each.lane, now_s), each) for each in ready)
+            for each in ready:
+                yield self._rank(each.lane, now_s), each
             return
         turns = Turns(self._counters)
         lanes: dict[_Lane, deque[_Queued]] = {}
@@ -342,10 +344,10 @@ class Scheduler:
         Those few are blocks of the forward that is next. Others of no lower rank join it while a position gets cheaper.
         """
         prefills = [each for each in ready if not each.lane.is_decode]
-        in_turn = self._in_turn(prefills, now_s)
-        rank, next_up = next(in_turn, (0, None))
-        if next_up is None:
+        if not prefills:
             return {}
+        in_turn = self._in_turn(prefills, now_s)
+        rank, next_up = next(in_turn)
         beside_decodes = len(prefills) < len(ready) or self._is_decoding(now_s)
         blocks, ahead = len(next_up.span), next_up.ahead
         budget = self._cost.budget(beside_decodes=beside_decodes)
