@@ -175,7 +175,7 @@ class PushInlet:
     @property
     def held_bytes(self) -> int:
         """The size of pushed steps that wait for their turn."""
-        return sum(each.size_bytes for each in self._held)
+        return sum(each.size_bytes for each in self._held) if self._held else 0
 
     def expect(self, sender: PeerId | None) -> None:
         """The client lets this peer push from now on, and no other one."""
@@ -305,7 +305,7 @@ class PushInlet:
 
     @property
     def _waiting_bytes(self) -> int:
-        return sum(each.size_bytes for each in self._queued) + self.held_bytes
+        return sum(each.size_bytes for each in (*self._queued, *self._held))
 
     def _end_right(self) -> None:
         """The rest of the grant may be under way."""

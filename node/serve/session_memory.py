@@ -62,7 +62,8 @@ class SessionMemory:
         """A frame of `size_bytes` that was queued is done with. The session holds no more than before then."""
         self._queued_bytes -= size_bytes
         for account, amount in ((self._waiting, self._queued_bytes + held_bytes), (self._log, logged_bytes)):
-            account.resize(min(account.amount, amount))
+            if amount < account.amount:
+                account.resize(amount)
 
     async def begin_work(self, size_bytes: int) -> None:
         """Hold the hidden states of the step that is to be computed, when it is its turn."""

@@ -38,11 +38,11 @@ class WorkTurns:
         self._first: _Waiting | None = None
         """It has its turn, and waits for memory."""
         self._ended_s = -inf
-        """The time at which a step last gave its memory back."""
+        """The time at which a step last gave its memory back while others waited."""
 
     def take_now(self, account: Account, more_bytes: int) -> bool:
         """Let `account` grow if nobody waits and there is memory."""
-        return self._first is None and not self._fair and account.resize(account.amount + more_bytes)
+        return not self._is_waited_for and account.resize(account.amount + more_bytes)
 
     async def take(self, account: Account, more_bytes: int, patience_s: float, longest_s: float) -> bool:
         """Let `account` grow, when it is its turn.
@@ -67,10 +67,12 @@ class WorkTurns:
 
     def give_back(self, account: Account) -> None:
         """The step of `account` has ended."""
-        if account.amount:
-            self._ended_s = trio.current_time()
+        had_memory = account.amount > 0
         account.resize(0)
-        self.pass_on()
+        if self._is_waited_for:
+            if had_memory:
+                self._ended_s = trio.current_time()
+            self.pass_on()
 
     def pass_on(self) -> None:
         """Memory may have been given back: those whose turn it is get it."""
@@ -84,6 +86,10 @@ class WorkTurns:
                 first.has_it = True
                 self._fair.note(first.path, first.more_bytes)
             first.over.set()
+
+    @property
+    def _is_waited_for(self) -> bool:
+        return self._first is not None or len(self._fair) > 0
 
     def _give_up(self, waiting: _Waiting) -> None:
         if waiting is self._first:

@@ -111,7 +111,7 @@ class Stage:
 
     @property
     def held_bytes(self) -> int:
-        return sum(frame.size_bytes for frame in self.held)
+        return sum(frame.size_bytes for frame in self.held) if self._held else 0
 
     @property
     def answered_bytes(self) -> int:
