@@ -139,7 +139,7 @@ class Admission:
 
     def use(self, session: SessionId, *, ends: bool = False) -> None:
         """A step of the session begins, or a step or replay ends. Other frames do not count."""
-        self._queue.use(session, trio.current_time(), ends=ends)
+        self._queue.use(session, trio.current_time() if ends else -inf, ends=ends)
 
     async def leave(self, session: SessionId) -> None:
         """Free its KV, if it has any, and let others in."""

@@ -253,9 +253,9 @@ class ServerSession:
             self.served.admission.use(frame.session)
             try:
                 await self.served.admission.reserve(frame.session, frame.start + frame.length)
-                await self._receiver.prepare(frame.epoch, self._form.bytes_of(frame.length) + PUSHED_BYTES)
-                await self._memory.begin_work(self._form.work_bytes(frame.length))
                 logged_bytes, more_bytes = self._logged_bytes, self._form.bytes_of(frame.length)
+                await self._receiver.prepare(frame.epoch, more_bytes + PUSHED_BYTES)
+                await self._memory.begin_work(self._form.work_bytes(frame.length))
                 # Either all results are kept, or this one replaces the last one.
                 self._memory.log(max(logged_bytes, more_bytes) if self._outputs is None else logged_bytes + more_bytes)
                 forward = Forward(frame.session, frame.start, frame.length, self._form.decode(frame))

@@ -33,8 +33,13 @@ class Rates:
 
     def give_back(self, key: Hashable, now_s: float, amount: float = 1.0) -> None:
         """An `amount` that was counted is not to count."""
-        if key in self._buckets:
-            self._buckets[key] = min(self._burst, self._tokens(key, now_s) + amount), now_s
+        if key not in self._buckets:
+            return
+        tokens = self._tokens(key, now_s) + amount
+        if tokens < self._burst:
+            self._buckets[key] = tokens, now_s
+        else:
+            del self._buckets[key]  # a full one is like one that was never used
 
     def take(self, key: Hashable, now_s: float, amount: float = 1.0) -> bool:
         """Whether one is allowed now; then it counts, as `amount`."""

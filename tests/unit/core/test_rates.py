@@ -45,6 +45,14 @@ def test_what_is_given_back_can_be_taken_again() -> None:
     assert [rates.take("a", 0.0) for _ in range(3)] == [True, True, False]
 
 
+def test_a_key_that_has_its_whole_burst_again_is_not_remembered() -> None:
+    rates = Rates(2, 0.1)
+    assert rates.take("a", 0.0) and rates.take("b", 0.0)
+    rates.give_back("a", 0.0)
+    rates.give_back("b", 0.0, 0.5)
+    assert [*rates._buckets] == ["b"]
+
+
 def test_a_clock_that_is_set_back_costs_nobody_a_wait() -> None:
     rates = Rates(2, 1)
     assert rates.take("key", 3600.0)
