@@ -10,9 +10,9 @@ import reprlib
 from dataclasses import fields, is_dataclass
 from enum import IntEnum
 from functools import partial
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
+from llmnode.core.field_values import getter_of
 from llmnode.core.ids import ADAPTER_ID_BYTES, SESSION_ID_BYTES, AdapterId, PeerId, SessionId
 from llmnode.core.operations import Buffer
 from llmnode.errors import LocalProtocolError
@@ -54,9 +54,7 @@ class _Form:
     def __init__(self, kind: type[Any]) -> None:
         hints = get_type_hints(kind)
         names = [field.name for field in fields(kind)]
-        only = len(names) == 1
-        get = attrgetter(*names)
-        self.get: Callable[[Any], Sequence[Any]] = (lambda value: (get(value),)) if only else get
+        self.get = getter_of(kind)
         self.packs = [_pack_of(hints[name]) for name in names]
         self.unpacks = [_unpack_of(hints[name], f"{kind.__name__}.{name}") for name in names]
 

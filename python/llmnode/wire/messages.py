@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar, get_args, 
 
 import msgpack
 
+from llmnode.core.field_values import getter_of
 from llmnode.errors import PeerRefused, RemoteProtocolError
 from llmnode.wire.adapter_messages import AdapterPart, AdapterUse
 from llmnode.wire.fields import (
@@ -323,8 +324,9 @@ Message = TypeVar("Message", bound=AnyMessage)
 
 
 def pack(message: AnyMessage) -> bytes:
-    names = _CHECKS[type(message)]
-    packed = msgpack.packb({name: value for name in names if (value := getattr(message, name)) is not None})
+    kind = type(message)
+    values = zip(_CHECKS[kind], _VALUES[kind](message), strict=True)
+    packed = msgpack.packb({name: value for name, value in values if value is not None})
     assert isinstance(packed, bytes)
     return packed
 
@@ -394,6 +396,7 @@ def _checks(kind: type[Any]) -> dict[str, Callable[[Any], bool]]:
 
 
 _CHECKS: dict[type[Any], dict[str, Callable[[Any], bool]]] = {kind: _checks(kind) for kind in get_args(AnyMessage)}
+_VALUES = {kind: getter_of(kind) for kind in get_args(AnyMessage)}
 _OPTIONAL: dict[type[Any], Set[str]] = {
     kind: {field.name for field in fields(kind) if field.default is None} for kind in get_args(AnyMessage)
 }
