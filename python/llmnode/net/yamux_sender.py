@@ -76,7 +76,7 @@ class Sender:
 
     def note_write(self, size_bytes: int, writes: int) -> bool:
         """A stream writes a part of `size_bytes` after `writes` earlier writes. Whether gently: see `Amid`."""
-        return self._amid.note(size_bytes, writes, trio.current_time())
+        return self._amid.counts(size_bytes) and self._amid.note(size_bytes, writes, trio.current_time())
 
     def flush(self) -> None:
         """Send the bytes that the socket takes now; the sending task does the rest. It never waits."""
@@ -142,10 +142,12 @@ class Sender:
         except OSError:
             return self._on_broken()
         self._unsent = self._unsent[taken:]
-        self._drain.note(taken, trio.current_time(), is_full=bool(self._unsent))
-        if (unsent_bytes := part_bytes(self._drain.bytes_per_s, UNSENT_BYTES)) != self._unsent_bytes:
-            self._unsent_bytes = unsent_bytes
-            limit_unsent(sock, unsent_bytes)
+        if self._unsent or self._drain.is_counting:
+            self._drain.note(taken, trio.current_time(), is_full=bool(self._unsent))
+            unsent_bytes = part_bytes(self._drain.bytes_per_s, UNSENT_BYTES)
+            if unsent_bytes != self._unsent_bytes:
+                self._unsent_bytes = unsent_bytes
+                limit_unsent(sock, unsent_bytes)
         return None
 
 

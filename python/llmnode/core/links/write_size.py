@@ -40,12 +40,18 @@ class Amid:
     def __init__(self) -> None:
         self._bulk_s = self._gentle_until_s = -math.inf
 
+    def counts(self, size_bytes: int) -> bool:
+        """Whether a write of this size is to be noted: all large ones are, and small ones until the bulk is over."""
+        return size_bytes > SMALL_BYTES or self._bulk_s > -math.inf
+
     def note(self, size_bytes: int, writes: int, now_s: float) -> bool:
         """A stream writes `size_bytes` after `writes` earlier writes. Returns whether it is to go gently."""
         if size_bytes > SMALL_BYTES:
             self._bulk_s = now_s
             return now_s < self._gentle_until_s
-        if writes >= OPENING_WRITES and now_s < self._bulk_s + AMID_S:
+        if now_s >= self._bulk_s + AMID_S:
+            self._bulk_s = -math.inf
+        elif writes >= OPENING_WRITES:
             self._gentle_until_s = now_s + GENTLE_S
         return False
 
@@ -65,6 +71,11 @@ class DrainRate:
     def bytes_per_s(self) -> float | None:
         """None as long as it was not full twice."""
         return self._bytes / self._seconds if self._seconds else None
+
+    @property
+    def is_counting(self) -> bool:
+        """Whether it was full, and may have had something to send since then. Else only a full one need be noted."""
+        return self._full_s is not None
 
     def note(self, taken_bytes: int, now_s: float, *, is_full: bool) -> None:
         """The socket took `taken_bytes` now. `is_full` says that there was more, which it did not take."""

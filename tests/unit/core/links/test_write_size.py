@@ -102,3 +102,21 @@ def test_what_opens_a_stream_amid_a_bulk_is_no_conversation() -> None:
         amid.note(FULL_BYTES, 0, 0.0)
         amid.note(STEP_BYTES, writes, 0.0)
         assert not amid.note(FULL_BYTES, 0, 0.0)
+
+
+WRITES = st.lists(
+    st.tuples(st.integers(1, 2 * FULL_BYTES), st.integers(0, 2 * OPENING_WRITES), st.floats(0, AMID_S), st.booleans())
+)
+
+
+@given(WRITES)
+def test_writes_that_need_no_note_change_nothing(writes: list[tuple[int, int, float, bool]]) -> None:
+    rate, amid, all_rates, all_amid, now_s = DrainRate(), Amid(), DrainRate(), Amid(), 0.0
+    for size_bytes, before, pause_s, is_full in writes:
+        now_s += pause_s
+        all_rates.note(size_bytes, now_s, is_full=is_full)
+        if is_full or rate.is_counting:
+            rate.note(size_bytes, now_s, is_full=is_full)
+        assert rate.bytes_per_s == all_rates.bytes_per_s
+        is_gentle = amid.counts(size_bytes) and amid.note(size_bytes, before, now_s)
+        assert is_gentle == all_amid.note(size_bytes, before, now_s)
