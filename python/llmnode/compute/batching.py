@@ -239,7 +239,7 @@ class BatchingWorker:
                 has_failed |= passed.error is not None
             took_s = None if batch.operations or has_failed else ended_s - began_s
             self._scheduler.done(batch, took_s, self._clock())
-            if took_s is not None:
+            if took_s is not None and batch.passes:
                 self._pass_times.note([*batch.passes.values()], took_s)
         finally:
             self._running = None

@@ -85,10 +85,10 @@ class _Queued:
         """The blocks that its next positions go through."""
         return Span(self.span.start + self.passed, self.span.end)
 
-    def slice(self, length: int, end: int) -> Slice:
-        """Its next `length` positions, through the blocks up to `end`."""
+    def slice(self, length: int, end: int | None = None) -> Slice:
+        """Its next `length` positions, through the blocks up to `end`, or through all that are left."""
         forward = self.operation
-        until = None if end == len(self.span) else end
+        until = None if end is None or end == len(self.span) else end
         if length == forward.length and not self.passed:
             return Slice(forward.session, forward.start, length, forward.hidden, 0, until)
         hidden = b"" if self.passed else forward.rows(self.given, length)
@@ -334,7 +334,7 @@ class Scheduler:
             if not positions:
                 break
             length = min(queued.left, positions)
-            chosen[queued.ticket] = queued.slice(length, len(queued.span))
+            chosen[queued.ticket] = queued.slice(length)
             positions -= length
         return chosen
 
@@ -388,7 +388,7 @@ class Scheduler:
         for _, queued in in_turn:
             length = 0 if queued.passed else min(queued.left, most, budget // len(queued.span))
             if length:
-                chosen[queued.ticket] = queued.slice(length, len(queued.span))
+                chosen[queued.ticket] = queued.slice(length)
                 most -= length
                 budget -= length * len(queued.span)
         return chosen
