@@ -91,7 +91,7 @@ def _answer_with_view(swarm: Swarm, link: Link, frame: Frame) -> Frame:
 
 def _answer_probe(conduct: Conduct, link: Link, frame: Frame) -> Frame:
     """The digest of its bytes, which the link has reserved memory for. Raises PeerRefused for too many probes."""
-    check_empty(frame.meta, "PROBE")
+    check_empty(frame)
     if len(frame.payload) > conduct.probe_bytes:
         raise RemoteProtocolError(f"a probe of {len(frame.payload)} bytes, at most {conduct.probe_bytes} allowed")
     if (wait_s := conduct.take_probe(link)) is not None:

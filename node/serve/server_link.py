@@ -101,7 +101,7 @@ class ServerLink:
                 await conduct.wait_turn(self._link, frame)
             match frame.type:
                 case FrameType.DESCRIBE:
-                    check_empty(frame.meta, "DESCRIBE")
+                    check_empty(frame)
                     answer = Frame(FrameType.DESCRIPTION, step=frame.step, meta=pack(self._server.describe()))
                     if self._link.version == version_1.VERSION:
                         answer = version_1.without_more(answer)
@@ -111,7 +111,7 @@ class ServerLink:
                 case FrameType.STEP if self._of_client(frame) is None and frame.session not in self._named:
                     await self._pushes.take(frame)
                 case FrameType.STEP | FrameType.TRUNCATE:
-                    check_empty(frame.meta, frame.type.name)
+                    check_empty(frame)
                     await self._session(frame).inbox.put(frame)
                 case request if request in REQUESTS:
                     unpack(REQUESTS[request], frame.meta)  # here, where a malformed frame costs the link
@@ -123,7 +123,7 @@ class ServerLink:
                 case FrameType.WANT:
                     self._pushes.hear(frame)
                 case FrameType.CLOSE:
-                    check_empty(frame.meta, "CLOSE")
+                    check_empty(frame)
                     if frame.session == NO_SESSION:
                         self._passes.cancel(frame)
                     else:
@@ -213,7 +213,7 @@ class ServerLink:
 
     async def _resume(self, frame: Frame) -> None:
         self._name(frame.session)
-        check_empty(frame.meta, "RESUME")
+        check_empty(frame)
         session = self._server.sessions.get(frame.session)
         if session is None or session.client != self._link.peer:
             raise PeerRefused(RefusalCode.UNKNOWN_SESSION, "you have opened no such session")

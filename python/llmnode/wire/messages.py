@@ -53,7 +53,7 @@ from llmnode.wire.push_messages import Pushed, PushLimit
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Set
 
-    from llmnode.wire.frame import Buffer
+    from llmnode.wire.frame import Buffer, Frame
 
 
 class RefusalCode(StrEnum):
@@ -383,10 +383,10 @@ def _check_required(message: Extended) -> None:
             raise PeerRefused(RefusalCode.UNKNOWN_EXTENSION, why)
 
 
-def check_empty(meta: Buffer, what: str) -> None:
+def check_empty(frame: Frame) -> None:
     """Frames whose header says it all carry no metadata."""
-    if len(meta):
-        raise RemoteProtocolError(f"{what} carries {len(meta)} unexpected bytes of metadata")
+    if frame.meta:
+        raise RemoteProtocolError(f"{frame.type.name} carries {len(frame.meta)} unexpected bytes of metadata")
 
 
 def _checks(kind: type[Any]) -> dict[str, Callable[[Any], bool]]:

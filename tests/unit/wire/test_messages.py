@@ -160,7 +160,7 @@ def test_every_code_can_be_said_in_a_refusal(code: RefusalCode) -> None:
 
 
 def test_frames_without_metadata_carry_none() -> None:
-    check_empty(b"", "CLOSE")
-    check_empty(memoryview(b""), "CLOSE")
+    check_empty(Frame(FrameType.CLOSE))
+    check_empty(Frame(FrameType.CLOSE, meta=memoryview(b"")))
     with pytest.raises(RemoteProtocolError, match="CLOSE carries 1 unexpected bytes"):
-        check_empty(memoryview(b"\x80"), "CLOSE")
+        check_empty(Frame(FrameType.CLOSE, meta=memoryview(b"\x80")))
