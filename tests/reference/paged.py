@@ -10,7 +10,6 @@ import torch
 import torch.nn.attention.varlen as torch_varlen
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from llmnode.compute.attention import ATTENTION
 from llmnode.compute.own_attention import replace_own_attention
@@ -93,11 +92,24 @@ class _Tape(TorchDispatchMode):
     def replay(self, output: torch.Tensor) -> torch.Tensor:
         """Repeat all operations. Returns the tensor that takes the place of `output`."""
         anew: dict[int, torch.Tensor] = {}  # by those of the recording, which live as long as the tape
-        for func, given, made in self._steps:
-            args, kwargs = tree_map_only(torch.Tensor, lambda each: anew.get(id(each), each), given)
-            results = tree_leaves(func(*args, **kwargs))
-            anew.update((id(old), new) for old, new in zip(tree_leaves(made), results, strict=True))
+        for func, (args, kwargs), made in self._steps:
+            named = {name: _with_those(anew, each) for name, each in kwargs.items()}
+            results = _tensors(func(*_with_those(anew, args), **named))
+            anew.update((id(old), new) for old, new in zip(_tensors(made), results, strict=True))
         return anew[id(output)]
+
+
+def _with_those(anew: Mapping[int, torch.Tensor], given: Any) -> Any:  # Any: torch's arguments
+    """`given` with others in the place of tensors with these ids. torch's functions for trees take most of a test."""
+    if isinstance(given, torch.Tensor):
+        return anew.get(id(given), given)
+    return type(given)(_with_those(anew, each) for each in given) if isinstance(given, tuple | list) else given
+
+
+def _tensors(made: Any) -> list[torch.Tensor]:  # Any: torch's results
+    if isinstance(made, torch.Tensor):
+        return [made]
+    return [each for part in made for each in _tensors(part)] if isinstance(made, tuple | list) else []
 
 
 class AsInCapture(TorchDispatchMode):

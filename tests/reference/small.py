@@ -35,6 +35,7 @@ VOCABULARY = 211
 WINDOW = 8
 KV_TOKENS = 1000
 SESSION_TOKENS = 64
+ONE_BY_ONE = 12
 
 _SMALL = {
     "hidden_size": HIDDEN_SIZE,
@@ -288,14 +289,16 @@ def open_saved(path: Path) -> ModelFolder:
 
 @torch.inference_mode()
 def deviation(model: Any, tokens: torch.Tensor) -> float:
-    """The largest deviation of a score between one forward over all of (rows, tokens) and smaller batch shapes."""
-    whole = model(tokens).logits.float()
+    """The largest deviation of a score between one forward over all of (rows, tokens) and smaller batch shapes.
+
+    They are chunks of five positions, and the last positions one by one.
+    """
+    whole, length = model(tokens).logits.float(), tokens.shape[1]
     largest = 0.0
-    for chunk in (1, 5):
+    for starts in (range(0, length, 5), (0, *range(max(1, length - ONE_BY_ONE), length))):
         cache = None
-        for start in range(0, tokens.shape[1], chunk):
-            part = slice(start, min(start + chunk, tokens.shape[1]))
-            output = model(tokens[:1, part], use_cache=True, **{CACHE: cache})
+        for start, end in pairwise((*starts, length)):
+            output = model(tokens[:1, start:end], use_cache=True, **{CACHE: cache})
             cache = cache_of(output)
-            largest = max(largest, (output.logits[0].float() - whole[0, part]).abs().max().item())
+            largest = max(largest, (output.logits[0].float() - whole[0, start:end]).abs().max().item())
     return largest
