@@ -56,6 +56,8 @@ pytestmark = pytest.mark.reference
 
 BY_THEMSELVES = {case for case in CONFIGS if case.startswith(("gemma2", "bloom", "falcon-alibi"))}
 """Their attention runs each sequence by itself, since scores have a softcap, or a bias for each position."""
+EACH_KIND_OF_LAYER = 3
+"""Among this many blocks is one of each kind that the model has: with a window, and without."""
 ROUNDS: tuple[dict[int, int], ...] = (
     {0: 11, 1: 1},
     {0: 7, 1: 1, 2: 13},
@@ -290,7 +292,7 @@ def test_all_that_a_forward_reads_is_on_the_gpu(
     save_model(tmp_path, case, tied=False)
     folder = open_saved(tmp_path)
     no_numbers = without_numbers(folder, monkeypatch)
-    whole, gpu = Span(0, BLOCKS), torch.device("cuda")
+    whole, gpu = Span(0, EACH_KIND_OF_LAYER), torch.device("cuda")
     with no_numbers, torch.inference_mode():
         model = load_span(folder, whole, ATTENTION, torch.bfloat16, "cuda")
         replace_own_attention(model)
@@ -317,7 +319,7 @@ def test_a_step_on_a_gpu_has_nothing_that_cannot_be_recorded(
     case: str, flash: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_model(tmp_path, case, tied=False)
-    folder, whole = open_saved(tmp_path), Span(0, BLOCKS)
+    folder, whole = open_saved(tmp_path), Span(0, EACH_KIND_OF_LAYER)
     with without_numbers(folder, monkeypatch), torch.inference_mode():
         model = load_span(folder, whole, ATTENTION, torch.bfloat16, "cuda")
         replace_own_attention(model)
