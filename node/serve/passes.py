@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 REQUESTS = frozenset({FrameType.EVALUATE, FrameType.BACKWARD})
 _ANSWERS = {FrameType.EVALUATE: FrameType.EVALUATED, FrameType.BACKWARD: FrameType.GRADIENT}
-_OVERFLOW = "the blocks put out numbers that are not finite, or too large: of a smaller learning rate or loss scale?"
+_OVERFLOW = "the blocks put out numbers that are not finite, or too large: try a smaller learning rate or loss scale"
 
 
 class LinkPasses:
@@ -105,21 +105,19 @@ class LinkPasses:
 
     async def _computed(self, frame: Frame, parts: PassParts, form: HiddenForm, of_prompts: PromptsForm) -> Frame:
         """The answer to a pass, be it a refusal."""
-        # A client that scales its losses is to see that gradients overflow, and not to ask others.
-        overflow = RefusalCode.OVERFLOW if frame.type is FrameType.BACKWARD else RefusalCode.COMPUTE_FAILED
         try:
             numbers = _decoded(frame, form, parts.positions)
             parts.prompts = of_prompts.read(frame.payload)
             output = await (parts.gradients(*numbers) if len(numbers) > 1 else parts.outputs(*numbers))
             payload = form.encode(output)
             if not form.is_sound(payload, parts.positions):  # the client would take it for our fault
-                return refusal_of(frame, overflow, _OVERFLOW)
+                return refusal_of(frame, RefusalCode.OVERFLOW, _OVERFLOW)
             if frame.type is FrameType.BACKWARD:
                 payload = b"".join([payload, *parts.trained_gradients()])
         except RemoteProtocolError as error:
             return refusal_of(frame, RefusalCode.BAD_MESSAGE, error.message)
         except ConfigError as error:  # the codec cannot carry what we computed
-            return refusal_of(frame, overflow, str(error))
+            return refusal_of(frame, RefusalCode.OVERFLOW, str(error))
         except WorkerLost as error:
             return refusal_of(frame, RefusalCode.COMPUTE_FAILED, str(error))
         except (RuntimeError, MemoryError) as error:  # torch's out-of-memory and kernel errors

@@ -272,7 +272,7 @@ class ServerSession:
             await self._refuse_step(frame, RefusalCode.BAD_MESSAGE, error.message)
         except ConfigError as error:  # the codec cannot carry what we computed, or nobody can use it
             await self._worker.do(Truncate(frame.session, frame.start))
-            await self._refuse_step(frame, RefusalCode.COMPUTE_FAILED, str(error))
+            await self._refuse_step(frame, RefusalCode.OVERFLOW, str(error))
         except (RuntimeError, MemoryError) as error:  # torch's out-of-memory and kernel errors
             log.exception("step failed span=%s", self._worker.span)
             await self._refuse_step(frame, RefusalCode.COMPUTE_FAILED, str(error))

@@ -28,6 +28,7 @@ __all__ = [
     "LocalProtocolError",
     "ModelError",
     "NoRoute",
+    "NumericOverflow",
     "PeerError",
     "PeerRefused",
     "PeerTimeout",
@@ -47,6 +48,12 @@ class ModelError(LlmnodeError):
 
 class AdapterError(LlmnodeError):
     """An adapter is damaged, or does not fit the model that it is for."""
+
+
+class NumericOverflow(ConfigError):
+    """The numbers that this client gives to blocks are too large to compute with, or not finite: its hidden states, its
+    adapter or its prompts, as after a training that has diverged. No server is at fault.
+    """
 
 
 class WorkerLost(LlmnodeError):

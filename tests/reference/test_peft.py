@@ -15,7 +15,7 @@ from llmnode.client.block_adapters import BlockAdapters
 from llmnode.compute.load_executor import load_executor
 from llmnode.core.operations import Close, Open, Slice
 from llmnode.core.span import Span
-from llmnode.errors import ConfigError
+from llmnode.errors import ConfigError, NumericOverflow
 from llmnode.models.families import family_of
 from llmnode.models.load import load_ends
 from llmnode.models.tensors import from_bytes, to_bytes
@@ -119,12 +119,15 @@ def test_an_adapter_is_made_anew_only_when_a_matrix_has_changed(options: dict[st
     torch.optim.AdamW(trained, lr=0.1, **options).step()
     second = now()
     assert second.digest != first.digest
+    assert second.largest == 4.0, "the scale: an alpha of 8 by a rank of 2"
     assert [block for block in second.parts if second.parts[block] != first.parts[block]] == [2]
     trained[0].data += 1.0  # as loops by hand do, and torch does not count
     assert now().digest not in {first.digest, second.digest}
+    trained[0].data[0, 0] = -50.0
+    assert now().largest == 50.0
     with torch.no_grad():
         trained[0].fill_(float("nan"))
-    with pytest.raises(ConfigError, match="not finite"):
+    with pytest.raises(NumericOverflow, match=r"not finite.*smaller learning rate"):
         now()
 
 

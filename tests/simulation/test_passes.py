@@ -227,13 +227,13 @@ async def test_a_server_says_that_its_blocks_overflow_and_sends_no_such_numbers(
     async with pairs_of_servers() as swarm, swarm.client() as (router, _):
         _, connections = await router.finder.find(Span(0, 2), 0, (), hurry=False)
         (connection,) = connections.values()
-        for kind, answer, copies, code in (
-            (FrameType.EVALUATE, FrameType.EVALUATED, 1, "compute-failed"),
-            (FrameType.BACKWARD, FrameType.GRADIENT, 2, "overflow"),
+        for kind, answer, copies in (
+            (FrameType.EVALUATE, FrameType.EVALUATED, 1),
+            (FrameType.BACKWARD, FrameType.GRADIENT, 2),
         ):
             with pytest.raises(PeerRefused, match="not finite") as refused:
                 await connection.ask_peer(kind, answer, 10.0, _meta(), bytes(copies * 3 * ROW))
-            assert refused.value.code == code
+            assert refused.value.code == "overflow"
 
 
 @simulated

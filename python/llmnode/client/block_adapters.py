@@ -7,6 +7,7 @@ digests. PEFT itself is not imported: a client that uses it has done so.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from llmnode import _native
 from llmnode.client.absent_blocks import is_absent
 from llmnode.client.row_adapters import is_of_rows, names_of_rows
 from llmnode.core.adapters import MOST_RANK
-from llmnode.errors import ConfigError
+from llmnode.errors import ConfigError, NumericOverflow
 from llmnode.models.lora import Lora, matrices, pack_part, values_of
 from llmnode.models.tensors import to_bytes
 from llmnode.wire.adapter import make_adapter
@@ -41,6 +42,8 @@ class _Packed:
     state: Sequence[tuple[str, float, bytes, bytes]]
     """The digests of the matrices of each layer, by its name and scale."""
     content: tuple[bytes, int]
+    largest: float
+    """The size of its largest number."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,7 +104,8 @@ class BlockAdapters:
         adapter = before.adapter
         if packed != before.packed:
             contents = {index: each.content for index, each in packed.items()}
-            adapter = make_adapter(self._model_digest, contents) if packed else None
+            largest = max((each.largest for each in packed.values()), default=0.0)
+            adapter = make_adapter(self._model_digest, contents, largest) if packed else None
         self._made[name] = _Made(packed, adapter)
         while len(self._made) > MOST_MADE:
             del self._made[next(iter(self._made))]
@@ -146,10 +150,14 @@ def _pack(index: int, part: Part, before: _Packed | None) -> _Packed:
     state = [(name, lora.scale, _digest(lora.a), _digest(lora.b)) for name, lora in own.items()]
     if before is not None and before.state == state:
         return before
+    largest = 0.0
     for name, lora in own.items():
-        if not bool(lora.a.isfinite().all() and lora.b.isfinite().all()):
-            raise ConfigError(f"block {index}: {name}: the adapter has numbers that are not finite")
-    return _Packed(state, (pack_part(own), values_of(own)))
+        sizes = [lora.a.abs().max().item(), lora.b.abs().max().item(), abs(lora.scale)]
+        if not all(map(math.isfinite, sizes)):
+            what = f"block {index}: {name}: the adapter has numbers that are not finite"
+            raise NumericOverflow(f"{what}. Go back to one of before, and train with a smaller learning rate")
+        largest = max(largest, *sizes)
+    return _Packed(state, (pack_part(own), values_of(own)), largest)
 
 
 def _digest(matrix: torch.Tensor) -> bytes:

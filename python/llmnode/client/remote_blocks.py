@@ -106,8 +106,9 @@ class RemoteBlocks(torch.nn.Module):
         - `prompts`: deep prompts, (blocks, rows, positions, hidden_size), or one row for all. Before each block they
           are added to the hidden states at the first positions of a row, and no row is shorter. Gradients flow back.
 
-        Raises ConfigError for other shapes, NoRoute if nobody holds some of the blocks, and SessionLost if servers
-        failed for too long. Source: Petals (Borzunov et al. 2023), section 3.3.
+        Raises ConfigError for other shapes, NumericOverflow if numbers overflow in the blocks, NoRoute if nobody holds
+        some of the blocks, and SessionLost if servers failed for too long. Source: Petals (Borzunov et al. 2023),
+        section 3.3.
         """
         size = self._passes.model.hidden_size
         if hidden.dim() != 3 or hidden.shape[2] != size or not hidden.numel():

@@ -169,17 +169,19 @@ def _read(path: Path, model: ModelInfo) -> LocalAdapter:
             )
         prefix = match[1]
         layers.setdefault(int(match[2]), {}).setdefault(match[3], {})[match[4]] = values
-    parts, rank = {}, 0
+    parts, rank, largest = {}, 0, 0.0
     for block, part in layers.items():
         for layer, halves in part.items():
             rank = max(rank, _rank_of(f"block {block}: {layer}", halves))
         scales = {layer: _scale(config, alphas, f"{prefix}{block}.{layer}", part[layer]["A"]) for layer in part}
         parts[block] = _packed(part, scales)
+        matrices = [half for halves in part.values() for half in halves.values()]
+        largest = max(largest, *map(abs, scales.values()), *(float(np.abs(each).max()) for each in matrices))
     if not parts:
         raise AdapterError(f"{ADAPTER_WEIGHTS_FILE} has no tensors: save the adapter again")
     base = config.get("base_model_name_or_path")
     base = base if isinstance(base, str) else ""
-    return LocalAdapter(str(path), base, rank, make_adapter(model.digest, parts))
+    return LocalAdapter(str(path), base, rank, make_adapter(model.digest, parts, largest))
 
 
 def _check_config(config: Mapping[str, Any], model: ModelInfo) -> None:  # Any: JSON

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from llmnode.core.policy import RecoveryPolicy
 from llmnode.errors import PeerError, PeerRefused, PeerTimeout, PeerUnreachable, SessionLost
+from llmnode.session.overflow import AGREEING_GROUPS, OverflowClaims
 from llmnode.wire.chunk_path import ALL_WOULD_REFUSE
 from llmnode.wire.messages import RefusalCode
 
@@ -32,9 +33,6 @@ QUICK_S = 1.0
 
 MOST_DOUBLINGS = 2
 """The longest pause for want of KV doubles this many times."""
-
-AGREEING_GROUPS = 2
-"""A session ends if peers of this many address groups blame it: identities are free, and one peer may lie."""
 
 
 class LetGo(PeerRefused):
@@ -86,6 +84,8 @@ class StepFailures:
     """The failures on the way of one step, through all hops and recoveries, since a chunk of it last got through."""
 
     policy: RecoveryPolicy = field(default_factory=RecoveryPolicy)
+    overflow: OverflowClaims = field(default_factory=OverflowClaims)
+    """The peers that say that numbers overflow. They are reported when somebody has computed the step."""
     causes: list[PeerError] = field(default_factory=list)
     failed: set[PeerId] = field(default_factory=set)
     """The peers that failed since every peer was asked. Each is asked once: a dead cheap one must not hide another."""
@@ -151,32 +151,58 @@ class StepFailures:
         self.cut_off.clear()
         self.retry_in_s, self.wants_kv = 0.0, False
 
-    def check_agreement(self) -> None:
-        """To be called when there is no other peer to ask. Raises SessionLost if all of them blame the session.
+    def check_agreement(self, now_s: float) -> None:
+        """To be called when there is no other peer to ask. Raises SessionLost if all of them blame the session, and
+        NumericOverflow if those are believed that say that numbers overflow.
 
         One peer's word is not enough, and several may be one stranger's. A peer that has failed in another way may be
         back, and do better.
         """
+        self.overflow.check_alone(self.verdicts.keys(), now_s, self.policy.overflow_patience_s)
         groups = set(self.verdicts.values())
         if None not in groups and len(groups) >= AGREEING_GROUPS:
             raise SessionLost(self.causes) from self.causes[-1]
 
-    def note_lost(self, failure: PeerError, finder: PeerFinder) -> None:
-        """A hop of the session failed, unless it was let go. One that was left as it is slow is asked after others."""
+    def got_through(self, finder: PeerFinder) -> None:
+        """Somebody has computed the step: peers that said that its numbers overflow are reported."""
+        for refuted in self.overflow.refuted():
+            finder.report(refuted)
+
+    def note_lost(self, failure: PeerError, finder: PeerFinder, now_s: float) -> None:
+        """A hop of the session failed, unless it was let go. One that was left as it is slow is asked after others.
+
+        Raises NumericOverflow as `note_uncomputed`.
+        """
         if isinstance(failure, LetGo):
             return
         if isinstance(failure, Outdone):
             self._keep(failure)
             return
-        self.note(failure, finder)
+        if self.note_uncomputed(failure, finder, now_s):
+            finder.try_others()
         was_moved = isinstance(failure, PeerRefused) and failure.code == RefusalCode.UNKNOWN_SESSION
         if (was_moved or isinstance(failure, PeerUnreachable)) and failure.peer in self.failed:
             self.failed.remove(failure.peer)
             self.cut_off.add(failure.peer)
 
+    def note_uncomputed(self, error: PeerError, finder: PeerFinder, now_s: float) -> bool:
+        """A peer was given what is to be computed, and failed. If it says that numbers overflow, which is returned, it
+        is not reported yet. Raises NumericOverflow if that is believed.
+        """
+        group = None if error.peer is None else finder.group_of(error.peer)
+        says_overflow = self.overflow.note(error, group, now_s)
+        if says_overflow:
+            self._note(error, finder)
+        else:
+            self.note(error, finder)
+        return says_overflow
+
     def note(self, error: PeerError, finder: PeerFinder) -> None:
         """A peer failed."""
         finder.report(error)
+        self._note(error, finder)
+
+    def _note(self, error: PeerError, finder: PeerFinder) -> None:
         self.wants_kv = self.wants_kv or wants_kv(error)
         self._keep(error)
         if isinstance(error, PeerRefused):

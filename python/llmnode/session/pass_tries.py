@@ -9,6 +9,7 @@ import trio
 
 from llmnode.errors import NoRoute, PeerError, PeerRefused, SessionLost
 from llmnode.session.failures import StepFailures
+from llmnode.session.overflow import Given, OverflowClaims
 from llmnode.wire.messages import RefusalCode
 
 if TYPE_CHECKING:
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from llmnode.core.span import Span
     from llmnode.session.peer_finder import PeerFinder
     from llmnode.swarm.peer_connection import PeerConnection
-    from llmnode.wire.adapter import Adapter
 
 log = logging.getLogger(__name__)
 
@@ -28,12 +28,12 @@ class PassTries:
     the pass requires is not asked.
     """
 
-    def __init__(self, finder: PeerFinder, adapter: Adapter | None = None, *, has_prompts: bool = False) -> None:
+    def __init__(self, finder: PeerFinder, given: Given, *, is_backward: bool = False) -> None:
         self._finder = finder
-        self._needs_adapters = adapter is not None
-        self._needs_prompts = has_prompts
+        self._given = given
+        self._is_backward = is_backward
         self._policy = finder.policy
-        self._failures = StepFailures(finder.policy.recovery)
+        self._failures = self._none_failed()
         self._unable: set[PeerId] = set()
 
     @property
@@ -42,7 +42,9 @@ class PassTries:
         return self._unable | {each.peer for each in self._finder.pool.living() if self._is_too_old(each)}
 
     async def next_hop(self, span: Span) -> tuple[Span, PeerConnection]:
-        """The first hop of the best route through `span`. Raises NoRoute or SessionLost after too long."""
+        """The first hop of the best route through `span`. Raises NoRoute or SessionLost after too long, and
+        NumericOverflow as `failed`.
+        """
         hurry = False
         while True:
             try:
@@ -51,7 +53,7 @@ class PassTries:
             except NoRoute as absence:
                 self._begin_deadline()
                 if hurry:  # every peer has been asked
-                    self._failures.check_agreement()
+                    self._failures.check_agreement(trio.current_time())
                     await self._wait_changed(absence)
                 hurry = not hurry
             except PeerError as error:
@@ -60,9 +62,11 @@ class PassTries:
                 return route[0].span, connections[route[0].peer]
 
     def failed(self, error: PeerError, took_s: float = 0.0) -> None:
-        """A peer has failed, after this time: others are asked. Raises SessionLost after too long."""
+        """A peer has failed, after this time: others are asked. Raises SessionLost after too long, and NumericOverflow
+        if it says that numbers overflow, and is believed.
+        """
         log.info("a pass failed: %s", error)
-        self._failures.note(error, self._finder)
+        self._failures.note_uncomputed(error, self._finder, trio.current_time())
         if error.peer is not None and _never_will(error):
             self._unable.add(error.peer)
         self._failures.add_try(took_s, failed=True)
@@ -72,13 +76,17 @@ class PassTries:
 
     def worked(self) -> None:
         """A server has answered."""
-        self._failures = StepFailures(self._policy.recovery)
+        self._failures.got_through(self._finder)
+        self._failures = self._none_failed()
         self._unable.clear()
+
+    def _none_failed(self) -> StepFailures:
+        return StepFailures(self._policy.recovery, OverflowClaims(self._given, self._is_backward))
 
     def _is_too_old(self, connection: PeerConnection) -> bool:
         """Whether its peer has said so."""
-        lacks_adapters = self._needs_adapters and connection.adapters.is_unable
-        return lacks_adapters or (self._needs_prompts and not connection.knows_prompts)
+        lacks_adapters = self._given.adapter is not None and connection.adapters.is_unable
+        return lacks_adapters or (bool(self._given.prompts) and not connection.knows_prompts)
 
     def _begin_deadline(self) -> None:
         latest_s = trio.current_time() + self._policy.recovery.timeout_s

@@ -7,6 +7,7 @@ whose server is gone runs on another one (Petals, section 3.3). Large batches go
 from __future__ import annotations
 
 import struct
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -24,12 +25,14 @@ from llmnode.core.serving.pass_queue import BACKWARD_COST
 from llmnode.core.span import Span
 from llmnode.errors import (
     ConfigError,
+    NumericOverflow,
     PeerError,
     PeerRefused,
     RemoteProtocolError,
     single_error,
 )
 from llmnode.session.adapter_ahead import bring_ahead
+from llmnode.session.overflow import Given, not_sent
 from llmnode.session.pass_checks import PassAnswer, PassChecks
 from llmnode.session.pass_tries import PassTries
 from llmnode.session.pass_turns import PassTurns
@@ -157,8 +160,8 @@ class SwarmPasses:
         here or by the client's policy, the bits of outputs and gradients do not depend on the servers' speed, on what
         else they compute, nor on which of several alike computes. `gradients` needs the second result.
 
-        Raises ConfigError for what no server can take, NoRoute if nobody holds some of the blocks, and SessionLost if
-        peers failed for too long.
+        Raises ConfigError for what no server can take, NumericOverflow if numbers overflow in the blocks, NoRoute if
+        nobody holds some of the blocks, and SessionLost if peers failed for too long.
         """
         if adapter is not None and self.model.adapter is not None:
             raise ConfigError("blocks compute one adapter: this client names another one that servers hold")
@@ -196,7 +199,7 @@ class SwarmPasses:
         if prompts.positions > min(lengths):
             raise ConfigError(f"{prompts.positions} prompts for a sequence of {min(lengths)} positions")
         if not are_sound(prompts.values, self.model.hidden_size):
-            raise ConfigError("prompts that are not finite, or too large: they are not sent")
+            raise not_sent("prompts")
         if (most := most_prompts(self.model.row_bytes)) < prompts.positions:
             raise ConfigError(f"{prompts.positions} prompts before a block: servers take {most} of this model")
         return min(MOST_SEQUENCES, most // prompts.positions) if prompts.rows > 1 else MOST_SEQUENCES
@@ -205,7 +208,7 @@ class SwarmPasses:
         """Gradients for what went in, from those for what came out. Raises as `outputs`.
 
         If some of those are not finite, or too large for the codec, as a scaler of losses tries out, all that is
-        returned are NaNs; likewise if a server says so of those that it computes.
+        returned are NaNs; likewise if servers say so of those that they compute (`overflow.py`).
         """
         return (await self.all_gradients(crossed, gradient)).hidden
 
@@ -227,7 +230,8 @@ class SwarmPasses:
         found: list[tuple[Buffer, Mapping[int, PassAnswer]] | None] = [None] * len(crossed)
 
         async def go_back(number: int) -> None:
-            found[number] = await self._go_back(crossed[number], parts[number])
+            with suppress(NumericOverflow):
+                found[number] = await self._go_back(crossed[number], parts[number])
 
         await self._all([partial(go_back, number) for number in range(len(crossed))])
         done = [each for each in found if each is not None]
@@ -254,7 +258,7 @@ class SwarmPasses:
 
     async def _cross(self, batch: Batch, hidden: Buffer) -> tuple[list[tuple[Span, Buffer]], Buffer]:
         """Through the blocks, hop by hop. Returns what went into each, and what came out."""
-        tries = PassTries(self._finder, batch.adapter, has_prompts=bool(batch.prompts))
+        tries = PassTries(self._finder, Given(batch.adapter, batch.prompts, [hidden], self._form.codec))
         borders: list[tuple[Span, Buffer]] = []
         start, end = batch.span.start, batch.span.end
         while start < end:
@@ -265,7 +269,7 @@ class SwarmPasses:
                     answer = await self._checked(FrameType.EVALUATE, blocks, batch, [hidden], connection, tries)
                 except PeerError as error:
                     if not self._turns.has_fewer(connection, error):
-                        tries.failed(error.blame(connection.peer), trio.current_time() - began_s)
+                        tries.failed(error.blame(connection.peer, blocks), trio.current_time() - began_s)
                     continue
                 tries.worked()
                 self._turns.worked(connection)
@@ -273,14 +277,11 @@ class SwarmPasses:
             hidden, start = answer.rows, blocks.end
         return borders, hidden
 
-    async def _go_back(self, crossed: Crossed, gradient: Buffer) -> tuple[Buffer, Mapping[int, PassAnswer]] | None:
-        """The second result has the answers by the first block that they are of.
-
-        None if a server says that its gradients overflow. Others would say the same, and one that lies could as well
-        send wrong gradients.
-        """
+    async def _go_back(self, crossed: Crossed, gradient: Buffer) -> tuple[Buffer, Mapping[int, PassAnswer]]:
+        """The second result has the answers by the first block that they are of."""
         borders, batch = list(crossed.borders), crossed.batch
-        tries = PassTries(self._finder, batch.adapter, has_prompts=bool(batch.prompts))
+        given = Given(batch.adapter, batch.prompts, [borders[0][1], gradient], self._form.codec)
+        tries = PassTries(self._finder, given, is_backward=True)
         answers: dict[int, PassAnswer] = {}
         while borders:
             span, hidden = borders.pop()
@@ -292,15 +293,13 @@ class SwarmPasses:
                         answer = await self._checked(FrameType.EVALUATE, blocks, batch, [hidden], connection, tries)
                         borders += [(blocks, hidden), (Span(blocks.end, span.end), answer.rows)]
                     else:
-                        given = [hidden, gradient]
-                        answer = await self._checked(FrameType.BACKWARD, span, batch, given, connection, tries)
+                        both = [hidden, gradient]
+                        answer = await self._checked(FrameType.BACKWARD, span, batch, both, connection, tries)
                         gradient, answers[span.start] = answer.rows, answer
                 except PeerError as error:
-                    if isinstance(error, PeerRefused) and error.code == RefusalCode.OVERFLOW:
-                        return None
                     borders.append((span, hidden))
                     if not self._turns.has_fewer(connection, error):
-                        tries.failed(error.blame(connection.peer), trio.current_time() - began_s)
+                        tries.failed(error.blame(connection.peer, blocks), trio.current_time() - began_s)
                     continue
                 tries.worked()
                 self._turns.worked(connection)
@@ -337,7 +336,7 @@ class SwarmPasses:
         answer_bytes = rows_bytes + FP32_BYTES * sum(trained)
         halves = [form.encode(each) for each in numbers]
         if not all(form.is_sound(half, positions) for half in halves):
-            raise ConfigError("hidden states that are not finite, or too large: they are not sent")
+            raise not_sent("hidden states")
         cost = (1 if is_forward else BACKWARD_COST) * positions * len(blocks)
         size = PassSize(cost, len(halves) * rows_bytes + prompts.size_bytes + answer_bytes)
         timeout_s = self._patience.timeout_s(connection.peer, size)

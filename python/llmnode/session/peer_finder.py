@@ -113,7 +113,7 @@ class PeerFinder:
                 self._full_until_s = {**still, error.peer: now_s + error.retry_after_s}
             if not self._breaks_promise(error):
                 if error.code in REFUSED_OFFERS:
-                    self._note_unkept(error.peer, now_s)
+                    self._note_unkept(error.peer)
                 return
         if isinstance(error, Convicted):
             self._suspicion.convict(error.peer, now_s)
@@ -121,22 +121,23 @@ class PeerFinder:
         self._trials.note_failed(error.peer)
         if is_new and not isinstance(error, PeerUnreachable):  # that may be our own network's fault
             self._standing.note_failed(error.peer, now_s)
-            self._note_unkept(error.peer, now_s)
+            self._note_unkept(error.peer)
 
-    def _note_unkept(self, peer: PeerId, now_s: float) -> None:
+    def _note_unkept(self, peer: PeerId) -> None:
         """The peer does not do what it announces. `Reaching` counts those that were not reached."""
         if (group := self.group_of(peer)) is not None:
-            self._broken.note(group, now_s)
-            self._try_others()
+            self.try_others(group)
 
     async def note_slow(self, span: Span, slow: Collection[PeerId] = ()) -> None:
         """Peers are much slower than they say, perhaps busy. Others are tried, until some have computed `span`."""
-        self._broken.note(None, trio.current_time())
-        self._try_others()
+        self.try_others()
         await self._wait_for_trials(span, slow)
 
-    def _try_others(self) -> None:
-        """Begin to try several servers that have not proved themselves: others may fail like the last one."""
+    def try_others(self, group: str | None = None) -> None:
+        """Begin to try several servers that have not proved themselves, after a failure in this address group, or one
+        of nobody's.
+        """
+        self._broken.note(group, trio.current_time())
         self._newcomers.try_all(self._good(self._candidates()))
 
     async def _wait_for_trials(self, span: Span, avoid: Collection[PeerId] = ()) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from llmnode.errors import IntegrityError, NoRoute, PeerError, SessionLost
+from llmnode.errors import IntegrityError, NoRoute, NumericOverflow, PeerError, SessionLost
 from llmnode.session.failures import LetGo, Recovery, has_lost_kv
 from llmnode.session.hops import signed_receipt
 from llmnode.wire.chunk_path import HopsDisagree
@@ -39,7 +39,7 @@ class Recoverer:
         self._finder = hops.tools.finder
 
     async def recover(self, error: PeerError, failures: StepFailures) -> None:
-        """Put others in the place of all hops that have failed. Raises SessionLost or NoRoute."""
+        """Put others in the place of all hops that have failed. Raises SessionLost, NoRoute or NumericOverflow."""
         state = self._state
         if isinstance(error, IntegrityError) and state.lost is None:
             log.warning("%s", error)
@@ -50,7 +50,12 @@ class Recoverer:
         if self._finder is None or lost is None:
             raise SessionLost([error]) from error
         while lost is not None:
-            await self._replace(lost, self._finder, failures)
+            try:
+                await self._replace(lost, self._finder, failures)
+            except NumericOverflow:  # no peer has failed: the session may go on with other numbers
+                await self._hops.abandon([lost])
+                lost.failure = LetGo(lost.hop)
+                raise
             lost = state.lost
 
     def _judge(self, error: IntegrityError) -> None:
@@ -83,7 +88,7 @@ class Recoverer:
         if not (isinstance(lost.failure, LetGo) and failures.searches):  # else the search goes on
             failures.begin_search(began_s, policy.recovery.kv_patience_s if has_lost_kv(lost.failure) else 0.0)
         lost.inputs.truncate(self._state.position)
-        failures.note_lost(lost.failure, finder)
+        failures.note_lost(lost.failure, finder, began_s)
         await hops.abandon([lost])  # if it lives it may be asked to take its own place, and has no KV for both
         missing: NoRoute | None = None
         hurry = False
@@ -97,7 +102,7 @@ class Recoverer:
             except NoRoute as absence:
                 missing = absence
                 if hurry:  # every peer has been asked
-                    failures.check_agreement()
+                    failures.check_agreement(trio.current_time())
                     log.warning("%s; trying again for %.0f s", missing, failures.deadline_s - trio.current_time())
                     if failures.wants_kv and failures.waits_for_kv:  # a short wait is cheaper than a replay
                         await hops.let_go()

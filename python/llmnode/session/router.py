@@ -14,6 +14,7 @@ from llmnode.errors import ConfigError, NoRoute, PeerError, PeerRefused, single_
 from llmnode.receipts.book import ReceiptBook
 from llmnode.session.failures import wants_kv
 from llmnode.session.handover import reach_hops
+from llmnode.session.overflow import not_sent
 from llmnode.session.rows import Rows
 from llmnode.session.session import open_session, resume_session
 from llmnode.session.spot_checks import SpotChecks
@@ -76,7 +77,7 @@ class Router:
         NoRoute or the PeerError that leaves none, and ConfigError for prompts that no server takes.
         """
         if not are_sound(prompts.values, self.finder.model.hidden_size):
-            raise ConfigError("deep prompts that are not finite, or too large: they are not sent")
+            raise not_sent("deep prompts")
         if (most := most_prompts(self.finder.model.row_bytes)) < prompts.positions:
             raise ConfigError(f"{prompts.positions} prompts before a block: servers take {most} of this model")
         if adapter is not None and self.finder.model.adapter is not None:

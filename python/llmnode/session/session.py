@@ -24,6 +24,7 @@ from llmnode.errors import (
     LlmnodeError,
     LocalProtocolError,
     NoRoute,
+    NumericOverflow,
     PeerError,
     SessionClosed,
     SessionLost,
@@ -33,6 +34,7 @@ from llmnode.session import handover
 from llmnode.session.chunk_run import run_chunk, run_chunks
 from llmnode.session.failures import LetGo, StepFailures
 from llmnode.session.hops import SessionHops
+from llmnode.session.overflow import Given, OverflowClaims, not_sent
 from llmnode.session.recovery import Recoverer
 from llmnode.session.rows import Rows
 from llmnode.session.tools import SessionTools
@@ -138,9 +140,10 @@ class InferenceSession:
         Returns the same shape, as it leaves the last block. It crosses the wire in the session's codec, in chunks of
         the policy's size, several at once. Peers that fail are replaced meanwhile. Raises SessionLost if no replacement
         helps: then the session can only be closed, as after a step that was cancelled. Raises NoRoute if nobody holds a
-        lost peer's blocks, and ConfigError if a relay may not carry this many bytes: after either, the session stands
-        where it stood, and the same step may be tried again. LocalProtocolError is a bug of the caller: positions
-        beyond `max_length`, or bytes that are no whole positions.
+        lost peer's blocks, NumericOverflow if blocks cannot compute with what they are given, and ConfigError if a
+        relay may not carry this many bytes. After any of these the session stands where it stood, and the same step may
+        be tried again. LocalProtocolError is a bug of the caller: positions beyond `max_length`, or bytes that are no
+        whole positions.
         """
         self._hops.check_open()
         row_bytes = self._hops.terms.model.row_bytes
@@ -152,7 +155,8 @@ class InferenceSession:
         await self._hops.hold_from_relays([None, *self._hops.hops, None], length)
         waiting = deque(self._payloads(hidden))
         outputs: list[Buffer] = []
-        work = partial(self._persist, lambda: self._stream(waiting, outputs), position_before=self._state.position)
+        stream, before = partial(self._stream, waiting, outputs), self._state.position
+        work = partial(self._persist, stream, position_before=before, given=hidden)
         if self.receipts is None or self.receipts.pending < self._policy.trust.unverified_steps:
             await work()
         else:
@@ -255,15 +259,26 @@ class InferenceSession:
     def _payloads(self, hidden: Buffer) -> Iterator[tuple[Buffer, int]]:
         """Payloads and their lengths. They go from hop to hop unchanged: a lossy codec loses once, not twice."""
         terms, most = self._hops.terms, self._policy.chunk_tokens
-        row_bytes = terms.model.row_bytes
+        form, row_bytes = terms.form, terms.model.row_bytes
         for at in range(0, len(hidden), most * row_bytes):
             rows = memoryview(hidden)[at : at + most * row_bytes]
-            payload = bytes(terms.form.encode(rows))  # a copy for the log: `hidden` is the caller's
-            yield payload, len(rows) // row_bytes
+            payload, length = bytes(form.encode(rows)), len(rows) // row_bytes  # copied: `hidden` is the caller's
+            if not form.is_sound(payload, length):
+                raise not_sent("hidden states")
+            yield payload, length
 
-    async def _persist(self, work: Callable[[], Awaitable[None]], *, position_before: int) -> None:
-        """Do `work` with all hops at the session's position. After each failure replace lost hops and go on with it."""
-        failures, reached = StepFailures(self._policy.recovery), self._state.position
+    def _none_failed(self, given: Buffer) -> StepFailures:
+        terms = self._hops.terms
+        claims = OverflowClaims(Given(terms.adapter, terms.prompts, [given], terms.codec))
+        return StepFailures(self._policy.recovery, claims)
+
+    async def _persist(self, work: Callable[[], Awaitable[None]], *, position_before: int, given: Buffer = b"") -> None:
+        """Do `work` with all hops at the session's position. After each failure replace lost hops and go on with it.
+
+        `given` are the hidden states of a step.
+        """
+        failures: StepFailures | None = None
+        reached = self._state.position
         with self._ends_if_cancelled():
             while True:
                 if self.spot_checks is not None:
@@ -274,16 +289,26 @@ class InferenceSession:
                     await self._hops.settle()
                     await self._hops.switch_to_direct()
                     await self._hops.leave_slow()
-                    return await work()
+                    await work()
+                    if failures is not None:
+                        self._got_through(failures)
+                    return
                 except PeerError as error:
                     self._state.unsettle()
-                    if self._state.position > reached:  # the step gets on
-                        failures, reached = StepFailures(self._policy.recovery), self._state.position
+                    if failures is not None and self._state.position > reached:  # the step gets on
+                        self._got_through(failures)
+                        failures = None
+                    if failures is None:
+                        failures, reached = self._none_failed(given), self._state.position
                     try:
                         await self._recoverer.recover(error, failures)
-                    except NoRoute:
+                    except (NoRoute, NumericOverflow):
                         self._state.position = position_before
                         raise
+
+    def _got_through(self, failures: StepFailures) -> None:
+        if self._finder is not None:
+            failures.got_through(self._finder)
 
     async def _stream(self, waiting: deque[tuple[Buffer, int]], outputs: list[Buffer]) -> None:
         """Run `waiting` through all hops, several chunks at a time. A chunk that is through goes over to `outputs`."""

@@ -75,17 +75,21 @@ class Adapter:
 
     manifest: Manifest
     parts: Mapping[int, bytes]
+    largest: float = 0.0
+    """The largest size of a number in its matrices and scales, as far as its maker has looked."""
 
     @property
     def digest(self) -> AdapterId:
         return self.manifest.digest
 
 
-def make_adapter(model_digest: bytes, parts: Mapping[int, tuple[bytes, int]]) -> Adapter:
-    """An adapter of these parts by their blocks: the bytes, and how many numbers the matrices have."""
+def make_adapter(model_digest: bytes, parts: Mapping[int, tuple[bytes, int]], largest: float = 0.0) -> Adapter:
+    """An adapter of these parts by their blocks: the bytes, and how many numbers the matrices have. `largest` is the
+    size of the largest number of all.
+    """
     blocks = sorted(parts)
     names = [PartName(block, parts[block][1], _native.blake3_digest(parts[block][0])) for block in blocks]
-    return Adapter(Manifest(model_digest, tuple(names)), {block: parts[block][0] for block in blocks})
+    return Adapter(Manifest(model_digest, tuple(names)), {block: parts[block][0] for block in blocks}, largest)
 
 
 def unpack_manifest(packed: Buffer) -> Manifest:

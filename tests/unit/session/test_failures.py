@@ -34,7 +34,7 @@ def refused(failures: StepFailures, peer: PeerId, code: RefusalCode = RefusalCod
 
 def is_agreed(failures: StepFailures) -> bool:
     try:
-        failures.check_agreement()
+        failures.check_agreement(0.0)
     except SessionLost:
         return True
     return False
@@ -73,7 +73,7 @@ def test_peers_of_several_groups_end_a_session_that_they_blame() -> None:
 @pytest.mark.parametrize("rounds", [1, 2, 9])
 def test_peers_that_blame_a_session_do_not_end_it_while_another_one_may_come_back(rounds: int) -> None:
     failures = StepFailures()
-    failures.note_lost(PeerUnreachable("gone", peer=HONEST), Reports())  # type: ignore[arg-type]
+    failures.note_lost(PeerUnreachable("gone", peer=HONEST), Reports(), 0.0)  # type: ignore[arg-type]
     for _ in range(rounds):
         for peer in LIARS:
             refused(failures, peer)
@@ -160,5 +160,5 @@ def test_a_session_waits_for_kv_if_a_peer_may_have_some_later(failure: PeerError
 
 def test_kv_that_was_let_go_is_nobodys_failure() -> None:
     failures = StepFailures(POLICY)
-    failures.note_lost(LetGo(Hop(LIARS[0], Span(0, 1))), Reports())  # type: ignore[arg-type]
+    failures.note_lost(LetGo(Hop(LIARS[0], Span(0, 1))), Reports(), 0.0)  # type: ignore[arg-type]
     assert not failures.failed and not failures.causes and not failures.verdicts

@@ -188,6 +188,9 @@ class RecoveryPolicy:
     replay_positions_per_s: float = 16.0
     """A replay may take a second for this many positions, and `ClientPolicy.step_timeout_s` more. Each of its chunks
     has the deadline of a step too."""
+    overflow_patience_s: float = 5.0
+    """Servers of one address group may be one stranger's. If all that can be asked are of one, and say that numbers
+    overflow, they are believed after this time: until then others may come, and compute the step."""
     failed_tries: int = 4
     """The time of this many replays that fail does not count either. A peer that trickles must not keep a session from
     others, and many of them must not keep it for ever."""
