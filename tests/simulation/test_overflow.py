@@ -225,12 +225,13 @@ async def test_a_liar_ends_nothing_while_its_honest_twin_has_no_memory(kind: str
             assert trio.current_time() - began_s >= outage_s
 
 
+@pytest.mark.parametrize("chunk_tokens", [512, 2], ids=["at once", "in its second chunk"])
 @pytest.mark.parametrize("span", SPANS, ids=str)
 @simulated
 async def test_a_session_stands_where_it_stood_after_a_step_that_overflowed(
-    span: Span, monkeypatch: pytest.MonkeyPatch
+    span: Span, chunk_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with pairs_of_servers() as swarm, swarm.client() as (router, _):
+    async with pairs_of_servers() as swarm, swarm.client(ClientPolicy(chunk_tokens=chunk_tokens)) as (router, _):
         async with router.open_session(64, Codec.RAW) as session:
             dialogue = Dialogue(session, random.Random(1))
             await dialogue.step(5)
