@@ -79,13 +79,18 @@ class PacedLoader(SpanLoader):
 def prepare() -> None:
     """Let this process be one of several servers on one machine: all have one address group, and dial by `HOST`."""
     _set(ServePolicy, probes_burst=1000, probes_per_s=100.0)
-    load_average.HALF_LIFE_S = 1.0  # what sessions of one topology leave of it would steer those of the next one
+    forget_load_soon()
     if QUIET in os.environ:
         _set(ProbePolicy, again_s=AGAIN_S, soon_s=AGAIN_S)
         measure = _unless(Path(os.environ[QUIET]), network_speed.measure_network)
         network_speed.measure_network = measure  # type: ignore[assignment] # the arguments are those of the other
     if HOST in os.environ:
         trio.open_tcp_stream = partial(trio.open_tcp_stream, local_address=os.environ[HOST])
+
+
+def forget_load_soon() -> None:
+    """In servers and clients: what the sessions of one topology leave of a load would steer those of the next one."""
+    load_average.HALF_LIFE_S = 1.0
 
 
 def _unless(quiet: Path, measure: Callable[..., Awaitable[NetworkSpeed]]) -> Callable[..., Awaitable[NetworkSpeed]]:

@@ -26,7 +26,7 @@ from bench.kit.options import add_repeats, add_thin, add_tokens
 from bench.kit.proxy import open_proxies
 from bench.kit.report import Aim, Report, Row, Series, at_most, exactly
 from bench.plan.fleet import PacedServer, start_fleet, start_paced
-from bench.plan.paced import AGAIN_S, PacedLoader
+from bench.plan.paced import AGAIN_S, PacedLoader, forget_load_soon
 from llmnode.client.connect import aconnect, load_parts
 from llmnode.core.span import Span
 from llmnode.errors import single_error
@@ -170,6 +170,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 async def run(options: Options) -> Report:
+    forget_load_soon()
     parts = load_parts(open_embedded())
     results: list[_Result] = []
     half = -(-len(TOPOLOGIES) // 2)
