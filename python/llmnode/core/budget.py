@@ -153,7 +153,7 @@ class Scope:
         """Take `amount` here and in all scopes around, or nothing. Returns the scope that is full, None if none is."""
         if amount < 0:
             raise LocalProtocolError(f"a reservation of {amount} {resource.value}")
-        around = self.around
+        around = (self, *self._outside)
         for scope in around:
             limits = scope._limits
             if scope.is_closed or (resource in limits and scope.held[resource] + amount > limits[resource]):
@@ -169,8 +169,9 @@ class Scope:
         if not 0 <= amount <= self.held[resource]:
             own = self.held[resource]
             raise LocalProtocolError(f"{self!r} gives back {amount} {resource.value}, and holds {own}")
+        self.held[resource] -= amount
         widest = self
-        for widest in self.around:
+        for widest in self._outside:
             widest.held[resource] -= amount
         if widest._watchers:
             widest._note_release()
