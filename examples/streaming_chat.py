@@ -31,4 +31,5 @@ async def main(questions: list[str], peers: list[str]) -> None:
 
 if __name__ == "__main__":
     end = sys.argv.index("--")
-    trio.run(main, sys.argv[1:end], sys.argv[end + 1 :])
+    # Ctrl-C then never comes in the middle of what trio notes for itself, after which a program may not end.
+    trio.run(main, sys.argv[1:end], sys.argv[end + 1 :], restrict_keyboard_interrupt_to_checkpoints=True)

@@ -12,6 +12,7 @@ import trio
 
 from llmnode.errors import single_error
 from llmnode.net.mdns import local_networks, open_mdns
+from llmnode.node.stopping import run_async
 from llmnode.swarm.found_nearby import NOBODY, NOWHERE, describe, find_nearby
 from llmnode.swarm.nearby import LocalPeers, find
 
@@ -64,4 +65,4 @@ async def _join_nearby(mdns: Mdns, local: LocalPeers, swarm: Swarm, report: Call
 def find_swarm(report: Callable[[str], None], policy: MdnsPolicy | None = None) -> Invite:
     """The peers of a public swarm in the local network; `report` is told which. Raises ConfigError if there is none."""
     with single_error():
-        return trio.run(find_nearby, report, GIVE, policy)
+        return run_async(find_nearby, report, GIVE, policy)

@@ -40,12 +40,11 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    import trio
-
     from llmnode.core.served_adapters import served_adapters
     from llmnode.core.view import online
+    from llmnode.node.stopping import run_async
 
-    found = served_adapters(online(trio.run(_ask, way_in(arguments))))
+    found = served_adapters(online(run_async(_ask, way_in(arguments))))
     if arguments.json:
         show_json({"adapters": [_json(each) for each in found]})
     else:

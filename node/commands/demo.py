@@ -29,9 +29,8 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    import trio
-
     from llmnode.node.demo import DemoConfig, demo
+    from llmnode.node.stopping import run_async
 
     config = DemoConfig(
         servers=at_least_one(arguments.servers, "--servers"),
@@ -41,5 +40,5 @@ def run(arguments: argparse.Namespace) -> int:
         json=arguments.json,
         threads=threads(arguments),
     )
-    trio.run(demo, config)
+    run_async(demo, config)
     return 0

@@ -53,11 +53,11 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    import trio
     from rich.text import Text
 
     from llmnode.node.doctor import Doctor, DoctorConfig, diagnose
     from llmnode.node.findings import blocker_of
+    from llmnode.node.stopping import run_async
 
     named, to = model_and_way_in(arguments)
     config = DoctorConfig(
@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     with console.status("starting") as status:
         doctor = Doctor(config, report, lambda text: status.update(Text(printable(text))))
-        trio.run(diagnose, doctor)
+        run_async(diagnose, doctor)
     blocker = blocker_of(doctor.findings)
     if arguments.json:
         findings = [asdict(finding) for finding in doctor.findings]

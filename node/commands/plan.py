@@ -51,17 +51,16 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    import trio
-
     from llmnode.node.app import check
     from llmnode.node.plan import as_json, make_plan
+    from llmnode.node.stopping import run_async
 
     prompt_tokens = at_least_one(arguments.prompt_tokens, "--prompt-tokens")
     config = worker_config(arguments)
     check(config)
     way_in = swarm_to_join(arguments, config.way_in())
     with Telling(terminal()) as telling:
-        plan = trio.run(make_plan, config, way_in, prompt_tokens, telling.tell)
+        plan = run_async(make_plan, config, way_in, prompt_tokens, telling.tell)
     if arguments.json:
         show_json(as_json(plan))
     else:

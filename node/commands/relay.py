@@ -50,11 +50,11 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    import trio
+    from llmnode.node.stopping import run_async
 
     if arguments.verbose:
         log_to_stderr()
-    trio.run(_relay, arguments, way_in(arguments, needs_peers=False))
+    run_async(_relay, arguments, way_in(arguments, needs_peers=False))
     return 0
 
 

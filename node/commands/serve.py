@@ -95,11 +95,10 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    import trio
-
     from llmnode.net.addresses import own_ips
     from llmnode.node.app import check
     from llmnode.node.listening import choose_listening
+    from llmnode.node.stopping import run_async
 
     if arguments.rebalance and ":" in (arguments.blocks or ""):
         raise ConfigError(
@@ -133,7 +132,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not 0 <= drain_s < float("inf"):
         raise ConfigError(f"--drain-s {drain_s:g}: give 0 or more seconds")
     serve = partial(_serve, config, drain_s, listening.warning, until_stdin_closes=arguments.until_stdin_closes)
-    trio.run(partial(serve, as_json=arguments.json))
+    run_async(partial(serve, as_json=arguments.json))
     return 0
 
 

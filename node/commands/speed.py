@@ -64,16 +64,15 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    import trio
-
     from llmnode.node.app import check
+    from llmnode.node.stopping import run_async
 
     config, rounds = worker_config(arguments), at_least_one(arguments.rounds, "--rounds", MOST_ROUNDS)
     check(config)
     way_in = config.way_in()
     check_peers(way_in.peers)
     with Telling(terminal()) as telling:
-        measured = trio.run(_measure, config, way_in, rounds, telling.tell)
+        measured = run_async(_measure, config, way_in, rounds, telling.tell)
     if arguments.json:
         show_json(_as_json(measured))
     else:

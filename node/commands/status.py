@@ -49,12 +49,11 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    import trio
-
     from llmnode.node.status import as_json, by_model
+    from llmnode.node.stopping import run_async
     from llmnode.swarm.membership import wall_clock_ms
 
-    announcements, answers, clocks, unread = trio.run(_ask, way_in(arguments))
+    announcements, answers, clocks, unread = run_async(_ask, way_in(arguments))
     models = by_model(announcements, answers)
     if arguments.json:
         show_json(as_json(models, unread, wall_clock_ms()))

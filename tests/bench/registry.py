@@ -30,10 +30,10 @@ class Bench:
 
     def run(self, options: Options) -> Report | int:
         """The report, or an exit status if it prints for itself."""
-        import trio
+        from llmnode.node.stopping import run_async
 
         run = self._imported().run
-        result = trio.run(run, options) if iscoroutinefunction(run) else run(options)
+        result = run_async(run, options) if iscoroutinefunction(run) else run(options)
         assert isinstance(result, Report | int)
         return result
 

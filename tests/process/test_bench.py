@@ -234,10 +234,13 @@ def test_a_soak_that_is_interrupted_leaves_no_process_behind() -> None:
         assert any(" min, " in line for line in process.stderr), "it never began"
         children = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=100)
-    _, alive = psutil.wait_procs(children, timeout=20)
-    for child in alive:
-        child.kill()
+        try:
+            process.communicate(timeout=100)
+        finally:
+            process.kill()
+            _, alive = psutil.wait_procs(children, timeout=20)
+            for child in alive:
+                child.kill()
     assert not alive, f"left behind: {alive}"
     assert process.returncode == 130
     assert len(children) > 4, "servers, proxies and burners"

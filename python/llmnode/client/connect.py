@@ -249,6 +249,9 @@ async def aconnect(
     which a logged warning says whose word it is. All blocks then compute with it. `policy` and `link_policy` are the
     limits and deadlines of sessions and of links.
 
+    Give `trio.run` the option `restrict_keyboard_interrupt_to_checkpoints=True`: without it, Ctrl-C may leave a program
+    that never ends.
+
     Raises ConfigError (an address, a name, an invite and a key), AdapterError, PeerError (no peer can be reached) or
     NoRoute (blocks that nobody holds).
     Example:

@@ -22,6 +22,7 @@ from bench.kit.options import add_thin
 from bench.peft_tests.suite import LLAMA, copy_tests, name_all, save_model, unpacked
 from llmnode.core.span import split_evenly
 from llmnode.node.processes import all_ready, private_swarm
+from llmnode.node.stopping import run_async
 
 if TYPE_CHECKING:
     import argparse
@@ -50,7 +51,7 @@ def run(options: Options) -> int:
         copy_tests(tests, folder)
         save_model(folder / LLAMA, BLOCKS)
         name_all(folder)
-        status = trio.run(_run_tests, folder, results, THIN if options.thin else options.keyword)
+        status = run_async(_run_tests, folder, results, THIN if options.thin else options.keyword)
         if not results.is_file():
             print(f"pytest ended with status {status}, and has run nothing")
             return 1

@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-import trio
 from transformers import AutoModelForCausalLM
 
 from bench.kit.decoding import decode_ratios
@@ -39,6 +38,7 @@ from llmnode.models.embedded import open_embedded
 from llmnode.models.text.tokenizer import load_tokenizer
 from llmnode.node.processes import START_TIMEOUT_S, STOP_TIMEOUT_S, ServerDied
 from llmnode.node.settings import without_settings
+from llmnode.node.stopping import run_async
 from llmnode.wire.payload import Codec, payload_bytes
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def run(options: Options) -> Report:
     speeds = decode_ratios(folder, SPANS[0], [variant.dtype for variant in variants], rounds=rounds)
     print("weights in int8 where all bits are needed", file=sys.stderr)
     name = "llama-34m" if options.thin else "llama-222m"
-    gain = trio.run(measure_int8, name, rounds, options.tokens, options.threads)
+    gain = run_async(measure_int8, name, rounds, options.tokens, options.threads)
 
     words = sum(map(len, material.words))
     conditions = {
