@@ -9,7 +9,6 @@ import json
 import random
 import sys
 from contextlib import AsyncExitStack, suppress
-from contextvars import ContextVar
 from dataclasses import asdict, dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -19,10 +18,10 @@ import trio
 from libp2p.custom_types import TProtocol
 from libp2p.kad_dht.pb.kademlia_pb2 import Message
 from libp2p.peer.id import ID
-from libp2p.transport.tcp.tcp import TCP
 from multiaddr import Multiaddr
 
 from bench.hostile.servers import SERVERS, news
+from bench.kit.sources import dial_from_sources, source
 from llmnode.core.announcement import Announcement, Offer, PeerState
 from llmnode.core.ids import SESSION_ID_BYTES, Epoch, PeerId, SessionId, Step
 from llmnode.core.policy import DialPolicy, LinkPolicy
@@ -42,8 +41,6 @@ from llmnode.wire.profile import profile_fields
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-    from libp2p.abc import IRawConnection
-
     from llmnode.core.announcement import SignedAnnouncement
     from llmnode.core.model import ModelInfo
     from llmnode.net.host import Libp2pNetwork
@@ -56,8 +53,6 @@ SOCKETS = 400
 SYBILS = 800
 PIECES = 100
 SESSION_TOKENS = 256
-
-_source: ContextVar[str] = ContextVar("source")
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,25 +292,16 @@ async def _never(*_: Any) -> NoReturn:  # Any: in place of another function
     await trio.sleep_forever()
 
 
-def _dial_from_source() -> None:
-    """Have each host dial from the address of its context."""
-
-    async def dial(self: TCP, address: Multiaddr) -> IRawConnection:
-        return await self.dial_with_source(address, (_source.get(), 0))
-
-    TCP.dial = dial  # type: ignore[method-assign, assignment]
-
-
 async def main() -> None:
     """Read the order, carry it out, and end with stdin."""
     order = Order(**json.loads(sys.argv[1]))
-    _dial_from_source()
+    dial_from_sources()
     model = open_embedded().info
     async with trio.open_nursery() as nursery, AsyncExitStack() as stack:
         identities = []
         for number in range(IDENTITIES):
             host = f"127.7.0.{1 + number % order.addresses}"
-            _source.set(host)
+            source.set(host)
             network = await stack.enter_async_context(open_network([f"/ip4/{host}/tcp/0"], POLICY))
             identities.append(network.peer)
             attacker = Attacker(network, host, order, model, random.Random(number))
