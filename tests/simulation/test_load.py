@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import random
-from contextlib import AsyncExitStack
+from collections import Counter
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pytest
 import trio
 
+from llmnode.core.peers import own_load
 from llmnode.core.policy import ClientPolicy, RoutePolicy, StandingPolicy
+from llmnode.core.span import Span
 from llmnode.node.serve.network_speed import keep_measuring
 from llmnode.testing import peer_named, seeds
 from llmnode.wire.payload import Codec
 from simulation.world import ALL_BLOCKS, DELAY_S, FORWARD_S, Dialogue, World, simulated, world
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping
+
+    from llmnode.core.ids import PeerId
     from llmnode.session.router import Router
+    from llmnode.testing.world import ServingNode
 
 OTHERS, NEW = 2, 6
 LENGTH = 40
@@ -122,3 +130,87 @@ async def test_what_own_sessions_have_left_of_a_load_steers_no_new_ones() -> Non
             assert used.offer.load > 0.5
             assert cost_s(router, "used") < 1.1 * FORWARD_S / len(ALL_BLOCKS)
         nursery.cancel_scope.cancel()
+
+
+@dataclass(frozen=True, slots=True)
+class Wave:
+    """Sessions that decode at once, with what they took."""
+
+    routes: Mapping[tuple[PeerId, ...], int]
+    took_s: float
+
+
+async def decode_at_once(router: Router, sessions: int, steps: int) -> Wave:
+    """That number of sessions, each with its `steps`. In the end nothing is left of their load."""
+    routes: Counter[tuple[PeerId, ...]] = Counter()
+
+    async def decode(number: int) -> None:
+        async with router.open_session(steps, Codec.RAW) as session:
+            routes[tuple(hop.peer for hop in session.route)] += 1
+            dialogue = Dialogue(session, random.Random(number))
+            for _ in range(steps):
+                await dialogue.step(1)
+
+    began_s = trio.current_time()
+    async with trio.open_nursery() as texts:
+        for number in range(sessions):
+            texts.start_soon(decode, number)
+    took_s = trio.current_time() - began_s
+    await trio.sleep(own_load.KEPT_S)
+    return Wave(routes, took_s)
+
+
+FLEET = {
+    "whole": (ALL_BLOCKS, 0.06),
+    "slower": (ALL_BLOCKS, 0.08),
+    "first": (Span(0, 3), 0.05),
+    "last": (Span(3, 6), 0.05),
+}
+"""The blocks of each server, and the seconds of its forward, as it says."""
+SHARE = 0.15
+"""Each further decode of a forward adds this share to it."""
+SESSIONS, STEPS = 16, 20
+
+
+@asynccontextmanager
+async def proved_fleet() -> AsyncIterator[tuple[World, Router]]:
+    """A client to which all of `FLEET` have proved themselves."""
+    async with world() as swarm, trio.open_nursery() as nursery:
+        swarm.said_share = SHARE
+        for name, (span, forward_s) in FLEET.items():
+            node = await swarm.start(name, span, said_us=round(1e6 * forward_s / len(span)))
+            take_s(node, forward_s)
+            nursery.start_soon(keep_measuring, node.role, node.swarm, node.network)
+        await trio.sleep(SETTLED_S)
+        async with swarm.client() as (router, _):
+            proved = await decode_at_once(router, len(FLEET), StandingPolicy().proven_positions)
+            assert {peer for route in proved.routes for peer in route} == {peer_named(name) for name in FLEET}
+            yield swarm, router
+        nursery.cancel_scope.cancel()
+
+
+def take_s(node: ServingNode, forward_s: float) -> None:
+    """Its forward takes this time from now on, and each further decode a share of it."""
+    node.worker.slower_by_s, node.worker.further_s = forward_s - FORWARD_S, SHARE * forward_s
+
+
+@simulated
+async def test_a_second_wave_of_sessions_takes_the_routes_of_the_first_one_at_the_same_rate() -> None:
+    """Steps that were slow beside others of the same client are no server's fault."""
+    async with proved_fleet() as (_, router):
+        first, second = [await decode_at_once(router, SESSIONS, STEPS) for _ in range(2)]
+        assert second.routes == first.routes
+        assert second.took_s == pytest.approx(first.took_s, rel=0.02)
+
+
+@simulated
+async def test_a_server_that_has_become_slower_than_it_says_is_found_in_company() -> None:
+    async with proved_fleet() as (swarm, router):
+        said_s = FLEET["whole"][1]
+        take_s(swarm.nodes["whole"], 4 * said_s)
+        first, second = [await decode_at_once(router, SESSIONS, STEPS) for _ in range(2)]
+        whole = (peer_named("whole"),)
+        assert first.routes[whole] > SESSIONS / 2, "it is believed until it has computed"
+        assert second.routes[whole] == 0
+        alone = await decode_at_once(router, 1, STEPS)
+        assert alone.routes[whole] == 0

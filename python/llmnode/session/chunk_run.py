@@ -77,6 +77,7 @@ async def run_chunk(
     Started once the first hop has its input, or is to be given it. No answer of `hops` is waited for after `until_s`.
     """
     path = chunk_path(hops, chunk, origin, policy)
+    at_once = min(chunk.length, policy.standing.short_step)  # beside decodes, a server computes more in parts
     with ExitStack() as stack:
         involved = [origin, *hops] if isinstance(origin, SessionHop) else hops
         expected = {hop.session: stack.enter_context(hop.expect(chunk)) for hop in involved}
@@ -84,7 +85,7 @@ async def run_chunk(
         while True:
             since_s = trio.current_time()
             is_limited = action.hop is not origin and not is_first
-            outcome = await _do(action, expected, until_s if is_limited else inf)
+            outcome = await _do(action, at_once, expected, until_s if is_limited else inf)
             if not is_limited:  # the origin has deadlines of its own, and its waits are not the others' fault
                 until_s += trio.current_time() - since_s
             if is_first and outcome.error is None:
@@ -96,7 +97,7 @@ async def run_chunk(
                 return result
 
 
-async def _do(action: Action[SessionHop], expected: dict[SessionId, Expected], until_s: float) -> Outcome:
+async def _do(action: Action[SessionHop], at_once: int, expected: dict[SessionId, Expected], until_s: float) -> Outcome:
     since_s = trio.current_time()
     try:
         if isinstance(action, Send):
@@ -107,8 +108,14 @@ async def _do(action: Action[SessionHop], expected: dict[SessionId, Expected], u
             frame = await answer.receive(action.answer, min(action.timeout_s, max(0.0, until_s - since_s)))
         else:
             async with action.hop.one_by_one:  # or the first of several chunks would use up the time of all
-                since_s = trio.current_time()
-                frame = await answer.receive(FrameType.RESULT, min(action.timeout_s, max(0.0, until_s - since_s)))
+                since_s, company = trio.current_time(), action.hop.connection.company
+                mark = company.come(at_once, since_s)
+                try:
+                    frame = await answer.receive(FrameType.RESULT, min(action.timeout_s, max(0.0, until_s - since_s)))
+                finally:
+                    now_s = trio.current_time()
+                    beside = company.go(at_once, mark, since_s, now_s)
+                return Outcome(now_s, since_s, frame, beside=beside)
         return Outcome(trio.current_time(), since_s, frame)
     except PeerError as error:
         return Outcome(trio.current_time(), error=error)

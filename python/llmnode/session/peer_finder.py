@@ -169,7 +169,8 @@ class PeerFinder:
         """The hops of a session have computed a chunk, and all that we can check was right."""
         now_s, positions = trio.current_time(), result.chunk.length
         for timing in (output.timing for output in result.outputs):
-            self._standing.note_served(timing.peer, len(timing.span), positions, timing.elapsed_us / 1e6, now_s)
+            took_s = timing.elapsed_us / 1e6
+            self._standing.note_served(timing.peer, len(timing.span), positions, took_s, now_s, timing.beside)
             self.own.note_step(timing.peer, (timing.queue_us + timing.compute_us) / 1e6, now_s)
 
     def group_of(self, peer: PeerId) -> str | None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from llmnode.core.ids import NO_SESSION, Step
+from llmnode.core.peers.company import Company
 from llmnode.core.texts.visible import printable
 from llmnode.core.view import Source
 from llmnode.errors import (
@@ -49,6 +50,8 @@ class PeerConnection:
         self._told_s = trio.current_time()
         self.sessions: dict[SessionId, float] = {}
         """The sessions whose answers come over it, and since when. It stays open for them."""
+        self.company = Company()
+        """The positions of these sessions that the peer has now, by their steps."""
         self.adapters = BroughtAdapters(self.ask_peer, link.peer)
         self.knows_prompts = True
         """False once the peer has said that it knows no deep prompts."""

@@ -39,8 +39,8 @@ _STRANGER = SessionId(b"s" * SESSION_ID_BYTES)
 class ExactWorker(BatchingWorker):
     """The `Worker` port over an `ExactExecutor`, without a thread, and by the clock that trio has.
 
-    A batch with a forward takes `forward_s`, and `slower_by_s` more; `gate`, when set, holds every one back until it is
-    opened, and like a torch call a batch that runs cannot be cancelled.
+    A batch with a forward takes `forward_s`, `slower_by_s` more, and `further_s` for each slice but one; `gate`, when
+    set, holds every one back until it is opened, and like a torch call a batch that runs cannot be cancelled.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class ExactWorker(BatchingWorker):
     ) -> None:
         self.executor = ExactExecutor(span, row_bytes, kv_tokens)
         self.forward_s = forward_s
-        self.slower_by_s = 0.0
+        self.slower_by_s = self.further_s = 0.0
         self.gate: trio.Event | None = None
         self.lost = trio.Event()
         """When set, all that runs or comes is lost: see `lose`."""
@@ -99,8 +99,8 @@ class ExactWorker(BatchingWorker):
         began_s, forwards = trio.current_time(), self.executor.forwards
         done = do(self.executor, work)
         with trio.CancelScope(shield=True):
-            if self.executor.forwards > forwards:
-                await trio.sleep(self.forward_s + self.slower_by_s)
+            if slices := self.executor.forwards - forwards:
+                await trio.sleep(self.forward_s + self.slower_by_s + (slices - 1) * self.further_s)
                 if self.gate is not None and not self.lost.is_set():
                     await self.gate.wait()
             else:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import trio
 
 from llmnode.core.policy import ClientPolicy, LinkPolicy, ServePolicy, SwarmPolicy
-from llmnode.core.speed import ComputeSpeed
+from llmnode.core.speed import SHARED_SESSIONS, ComputeSpeed
 from llmnode.node.serve.conduct import Conduct
 from llmnode.node.serve.links import accept_links, answer_as_relay
 from llmnode.node.serve.rebalance import rebalance
@@ -149,6 +149,8 @@ class World:
         self._serve_policy = serve_policy
         self._swarm_policy = swarm_policy
         self._said_us: dict[str, int] = {}
+        self.said_share = 1.0
+        """Servers that start announce that each further decode of a forward adds this share of the first one."""
         self._adapters: dict[str, Mapping[AnnouncedAdapter, Adapter]] = {}
         self._lives = 0
 
@@ -295,7 +297,8 @@ class World:
 
             async def measure(worker: Worker, _model: ModelInfo) -> ComputeSpeed:
                 rate = 1e6 / (max(1, self._said_us[name]) * len(worker.span))
-                return ComputeSpeed(rate, rate, rate)
+                shared = rate * SHARED_SESSIONS / (1 + self.said_share * (SHARED_SESSIONS - 1))
+                return ComputeSpeed(rate, shared, rate, SHARED_SESSIONS)
 
             source = ExactSource(model, KV_TOKENS, FORWARD_S)
             own = self._adapters[name]

@@ -29,6 +29,8 @@ class HopTiming:
     compute_us: int
     direct: bool
     """Its input came from the hop before, and not from the client."""
+    beside: float = 0.0
+    """The positions of this client's other steps that were at the peer in this time, on average."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,12 +51,16 @@ class Receive(NamedTuple, Generic[HopT]):
 
 
 class Outcome(NamedTuple):
-    """The end of an action at `now_s`: the answer, which the client has waited for since `since_s`, or the error."""
+    """The end of an action at `now_s`: the answer, which the client has waited for since `since_s`, or the error.
+
+    `beside` is the number of positions of its other steps that were at the peer meanwhile, on average.
+    """
 
     now_s: float
     since_s: float = 0.0
     answer: Frame | None = None
     error: PeerError | None = None
+    beside: float = 0.0
 
     def frame(self) -> Frame:
         """The answer. Raises the error."""
@@ -217,7 +221,7 @@ class _Passage(Generic[HopT]):
         hidden, result = self.hop.computed(self.chunk, outcome.frame(), outcome.now_s)
         took_us = int(1e6 * (outcome.now_s - outcome.since_s))
         hop = self.hop.hop
-        timing = HopTiming(hop.peer, hop.span, took_us, result.queue_us, result.compute_us, direct)
+        timing = HopTiming(hop.peer, hop.span, took_us, result.queue_us, result.compute_us, direct, outcome.beside)
         return HopOutput(hidden, result, timing)
 
     def _contradiction(self, upstream: _Upstream[HopT], shown: Result | None) -> IntegrityError:

@@ -10,8 +10,12 @@ import pytest
 import trio
 import trio.testing
 
+from llmnode.core.ids import Epoch, Step
+from llmnode.core.peers.company import Company
+from llmnode.core.policy import ClientPolicy, StandingPolicy
 from llmnode.errors import PeerTimeout
 from llmnode.session import chunk_run
+from llmnode.wire.chunk import Chunk
 from llmnode.wire.chunk_path import Receive
 from llmnode.wire.frame import Frame, FrameType
 
@@ -27,7 +31,7 @@ class SlowHop:
     def __init__(self, name: str, answers_in_s: float) -> None:
         self.session, self.answers_in_s = name, answers_in_s
         self.one_by_one = trio.Lock()
-        self.connection = SimpleNamespace()
+        self.connection = SimpleNamespace(company=Company())
 
     @contextmanager
     def expect(self, _chunk: Any) -> Iterator[SlowHop]:
@@ -38,6 +42,10 @@ class SlowHop:
             await trio.sleep(self.answers_in_s)
             return Frame(answer)
         raise PeerTimeout(f"no answer in {timeout_s:g} s")
+
+
+def chunk(positions: int) -> Chunk:
+    return Chunk(Epoch(0), Step(0), 0, positions)
 
 
 @pytest.mark.parametrize(("own_s", "is_in_time"), [(OWN_S, True), (LIMIT_S + 1, False)])
@@ -56,7 +64,49 @@ def test_the_waits_for_the_hop_before_do_not_count_against_a_new_one(
         monkeypatch.setattr(chunk_run, "chunk_path", path)
         monkeypatch.setattr(chunk_run, "SessionHop", SlowHop)
         run: Any = chunk_run.run_chunk
-        outcome = await run([hop], None, origin, None, until_s=trio.current_time() + LIMIT_S)
+        outcome = await run([hop], chunk(1), origin, ClientPolicy(), until_s=trio.current_time() + LIMIT_S)
         assert (outcome.error is None) is is_in_time
 
     trio.run(check, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+def test_steps_at_one_peer_know_of_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long chunk counts as the positions that a server computes of it beside decodes."""
+    quick, slow = SlowHop("quick", OWN_S), SlowHop("slow", 4 * OWN_S)
+    slow.connection = quick.connection
+    beside: dict[str, float] = {}
+
+    def path(hops: list[SlowHop], *_arguments: Any) -> Iterator[Any]:
+        outcome = yield Receive(hops[0], FrameType.RESULT, 60.0)
+        beside[hops[0].session] = outcome.beside
+
+    async def check() -> None:
+        monkeypatch.setattr(chunk_run, "chunk_path", path)
+        monkeypatch.setattr(chunk_run, "SessionHop", SlowHop)
+        run: Any = chunk_run.run_chunk
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(run, [quick], chunk(1), b"", ClientPolicy())
+            nursery.start_soon(run, [slow], chunk(500), b"", ClientPolicy())
+
+    trio.run(check, clock=trio.testing.MockClock(autojump_threshold=0))
+    assert beside == pytest.approx({"quick": StandingPolicy().short_step, "slow": 1 / 4})
+
+
+def test_a_step_that_was_not_answered_is_beside_no_other_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    silent, next_one = SlowHop("silent", SLOW_S), SlowHop("next", OWN_S)
+    next_one.connection = silent.connection
+    outcomes = []
+
+    def path(hops: list[SlowHop], *_arguments: Any) -> Iterator[Any]:
+        outcomes.append((yield Receive(hops[0], FrameType.RESULT, LIMIT_S)))
+
+    async def check() -> None:
+        monkeypatch.setattr(chunk_run, "chunk_path", path)
+        monkeypatch.setattr(chunk_run, "SessionHop", SlowHop)
+        run: Any = chunk_run.run_chunk
+        for hop in (silent, next_one):
+            await run([hop], chunk(1), b"", ClientPolicy())
+
+    trio.run(check, clock=trio.testing.MockClock(autojump_threshold=0))
+    assert isinstance(outcomes[0].error, PeerTimeout)
+    assert (outcomes[1].error, outcomes[1].beside) == (None, 0.0)

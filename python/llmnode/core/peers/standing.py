@@ -1,9 +1,10 @@
 """The standing of peers with a client: what it has seen of them, and how far it believes what they say.
 
 A peer's word costs it nothing: a liar says that it is the fastest, and gets every session. So a peer that has served us
-counts as fast as we have seen, or as slow as it says. Another peer counts as slow as it says, but hardly faster than
-those that we know, and as slow as its steps were. A small share of new sessions believes such peers, once they have
-computed something in a trial, so that fast ones are found. Knows no clock: the time is told.
+counts as fast as we have seen, or as slow as it says. A step that had others of ours beside it is compared with what
+the peer says of a decode in that company. Another peer counts as slow as it says, but hardly faster than those that we
+know, and as slow as its steps were. A small share of new sessions believes such peers, once they have computed
+something in a trial, so that fast ones are found. Knows no clock: the time is told.
 """
 
 from __future__ import annotations
@@ -39,11 +40,28 @@ class _Known:
     """Those of short steps, since it last failed."""
     failures: int = 0
     """Sessions that it took, and then did not serve, since it last served one."""
-    short_steps: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=16))
-    """The latest ones: the number of blocks, and the time that each took."""
+    short_steps: deque[tuple[int, float, float]] = field(default_factory=lambda: deque(maxlen=16))
+    """The latest ones: the number of blocks, the time that each took, and our positions that were there beside it."""
     short_s: float = 0.0
     """When the latest of them ended."""
     at_s: float = 0.0
+
+
+class DecodeTime(NamedTuple):
+    """The time of a decode through a block, by what a peer says."""
+
+    alone_s: float
+    further_s: float
+    """The time that each further decode of a forward adds."""
+    others: float
+    """The decodes that other clients have there at a time."""
+
+    def beside_s(self, own: float) -> float:
+        """Beside this number of `own` decodes. It waits for half of a forward that runs when it comes, and then shares
+        one with those that are there at a time.
+        """
+        there = self.others + own
+        return self.alone_s + there * self.further_s + min(1.0, there) * self.alone_s / 2
 
 
 class Candidate(NamedTuple):
@@ -58,6 +76,12 @@ class Candidate(NamedTuple):
     """Measured by this client; None if it has not."""
     said_upload_s: float = 0.0
     """The time in which it sends one position's hidden state, by its own measurement; 0 if it says nothing."""
+    decode: DecodeTime | None = None
+    """How its decodes depend on those that are there. None if they do not, or it says nothing."""
+
+    def said_beside_s(self, own: float) -> float:
+        """The time of a decode through a block, as the peer says, beside this number of `own` ones."""
+        return self.said_block_s if self.decode is None else self.decode.beside_s(own)
 
 
 class OwnUse(NamedTuple):
@@ -80,23 +104,24 @@ def candidate_of(
 ) -> Candidate:
     """The peer of an announcement, with what the client has measured. `row_bytes` is the size of a hidden state.
 
-    A decode waits for half of a forward that runs when it comes, and then shares one with the others that are there at
-    a time. Those of others are in the load that the peer announces. Those of this client are counted anew, since its
+    The decodes of others are in the load that the peer announces. Those of this client are counted anew, since its
     sessions may have ended since then. Each that came lately is there for the share of the time in which it is not on
     its way. If the peer announces no load, all do so. So sessions spread over peers of the same blocks.
     """
     offer = announcement.offer
-    block_s = offer.block_us / 1e6
-    if block_s and (own.sessions or offer.load):
+    block_s, decode = offer.block_us / 1e6, None
+    if block_s:
+        others = max(0.0, offer.load - own.announced) if offer.load else 0.0
+        decode = DecodeTime(block_s, offer.further_block_s, others)
+    if decode is not None and (own.sessions or decode.others):
         alone_s = block_s * len(offer.span)
         share = alone_s / (alone_s + (round_trip_s or 0.0))
         settled = 0 if offer.load is None else own.sessions - own.lately
-        load = max(0.0, (offer.load or 0.0) - own.announced) + min(own.load, settled * share)
-        others = load + (own.sessions - settled) * share
-        block_s += others * offer.further_block_s + min(1.0, load) * block_s / 2
+        block_s = decode.beside_s(min(own.load, settled * share))
+        block_s += (own.sessions - settled) * share * decode.further_s
     upload_bytes_per_s = offer.speed.upload_bytes_per_s
     upload_s = row_bytes / upload_bytes_per_s if upload_bytes_per_s else 0.0
-    return Candidate(announcement.peer, block_s, own.sessions, round_trip_s, upload_s)
+    return Candidate(announcement.peer, block_s, own.sessions, round_trip_s, upload_s, decode)
 
 
 def settled_costs(candidates: Sequence[Candidate]) -> dict[PeerId, HopCost]:
@@ -119,12 +144,17 @@ class Standing:
         self._policy = policy
         self._known: dict[PeerId, _Known] = {}
 
-    def note_served(self, peer: PeerId, blocks: int, positions: int, took_s: float, now_s: float) -> None:
-        """A step of ours went through the peer, and everything that we can check was right."""
+    def note_served(
+        self, peer: PeerId, blocks: int, positions: int, took_s: float, now_s: float, beside: float = 0.0
+    ) -> None:
+        """A step of ours went through the peer, and everything that we can check was right.
+
+        Meanwhile the peer had this number of our positions `beside` it, on average.
+        """
         known = self._remember(peer, now_s)
         if positions > self._policy.short_step:
             return
-        known.short_steps.append((blocks, took_s))
+        known.short_steps.append((blocks, took_s, beside))
         known.short_s = now_s
         known.positions += positions
         if known.positions >= self._policy.proven_positions:
@@ -155,7 +185,7 @@ class Standing:
         known, policy = self._fresh(peer, now_s), self._policy
         patience_s = policy.first_patience_s
         if known is not None and known.positions and now_s <= known.short_s + policy.tried_s:
-            slowest_s = max(took_s for _, took_s in known.short_steps)
+            slowest_s = max(took_s for _, took_s, _ in known.short_steps)
             patience_s = min(patience_s, policy.tried_patience_s + policy.tried_patience_times * slowest_s)
         return Word(position_s, patience_s * 2.0 ** self._failures(known))
 
@@ -208,9 +238,12 @@ class Standing:
 
         Such a peer says nothing about what others can do.
         """
-        steps, said_s, policy = self._known[candidate.peer].short_steps, candidate.said_block_s, self._policy
-        excess_s = median(took_s - policy.believed_times * blocks * said_s for blocks, took_s in steps)
-        return max(said_s, median(took_s / blocks for blocks, took_s in steps)) if excess_s < policy.way_s else None
+        known, policy = self._known[candidate.peer], self._policy
+        if _excess_s(candidate, known, policy.believed_times) >= policy.way_s:
+            return None
+        said_s = candidate.said_beside_s
+        seen_s = median(took_s / blocks - said_s(beside) + said_s(0.0) for blocks, took_s, beside in known.short_steps)
+        return max(candidate.said_block_s, seen_s)
 
     def _distrust(self, candidate: Candidate, known: _Known | None) -> float:
         """The factor for the cost of a peer that has not served us."""
@@ -236,10 +269,12 @@ class Standing:
         return known
 
 
-def _excess_s(candidate: Candidate, known: _Known | None) -> float:
-    """The time that its steps took beyond what it says; 0 if we have seen none."""
-    said_s, steps = candidate.said_block_s, () if known is None else known.short_steps
-    return median(took_s - blocks * said_s for blocks, took_s in steps) if steps else 0.0
+def _excess_s(candidate: Candidate, known: _Known | None, times: float = 1.0) -> float:
+    """The time that its steps took beyond this number of `times` what it says, in the company that they had; 0 if we
+    have seen none.
+    """
+    said_s, steps = candidate.said_beside_s, () if known is None else known.short_steps
+    return median(took_s - times * blocks * said_s(beside) for blocks, took_s, beside in steps) if steps else 0.0
 
 
 def unmeasured_as_slow(candidates: Sequence[Candidate]) -> Sequence[Candidate]:
@@ -260,6 +295,7 @@ def unmeasured_as_slow(candidates: Sequence[Candidate]) -> Sequence[Candidate]:
             each.sessions,
             each.round_trip_s or round_trip_s or None,
             each.said_upload_s or upload_s,
+            each.decode,
         )
         for each in candidates
     ]

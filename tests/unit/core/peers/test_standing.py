@@ -12,7 +12,16 @@ from llmnode.core.announcement import Announcement, Offer, PeerState
 from llmnode.core.ids import PeerId
 from llmnode.core.model import Precision, Profile
 from llmnode.core.peers.peer_speed import Word
-from llmnode.core.peers.standing import MOST_SUPPOSED_S, PEERS, SLOW, Candidate, OwnUse, Standing, candidate_of
+from llmnode.core.peers.standing import (
+    MOST_SUPPOSED_S,
+    PEERS,
+    SLOW,
+    Candidate,
+    DecodeTime,
+    OwnUse,
+    Standing,
+    candidate_of,
+)
 from llmnode.core.policy import StandingPolicy
 from llmnode.core.route import Hop, HopCost, find_route
 from llmnode.core.span import Span
@@ -37,9 +46,9 @@ def total_s(cost: HopCost, blocks: int = BLOCKS) -> float:
     return cost.hop_s + blocks * cost.block_s
 
 
-def serve(standing: Standing, peer: PeerId, took_s: float, now_s: float = 0.0) -> None:
+def serve(standing: Standing, peer: PeerId, took_s: float, now_s: float = 0.0, beside: float = 0.0) -> None:
     for _ in range(POLICY.proven_positions):
-        standing.note_served(peer, BLOCKS, 1, took_s, now_s)
+        standing.note_served(peer, BLOCKS, 1, took_s, now_s, beside)
 
 
 def first_choice(standing: Standing, offers: Sequence[Candidate], now_s: float = 0.0) -> PeerId:
@@ -94,6 +103,63 @@ def test_a_decode_shares_its_forwards_with_what_is_there(
 )
 def test_the_own_part_of_a_load_is_as_it_is_now(own: OwnUse, block_ms: float) -> None:
     assert 1e3 * candidate_of(busy(4.0), 4, None, own).said_block_s == pytest.approx(block_ms, rel=0.01)
+
+
+def test_a_decode_that_is_judged_has_the_company_that_it_had_and_others_as_they_are() -> None:
+    candidate = candidate_of(busy(4.0), 4, None, OwnUse(4, 0, load=2.0, announced=2.0))
+    assert [1e3 * candidate.said_beside_s(own) for own in (0, 2, 6)] == pytest.approx([2.5, 3.5, 5.5], rel=0.01)
+    alone = candidate_of(busy(0.0), 4)
+    assert [1e3 * alone.said_beside_s(own) for own in (0, 0.5, 8)] == pytest.approx([1.0, 1.5, 5.5], rel=0.01)
+
+
+def company(peer: PeerId, decode: DecodeTime, own: float = 0.0) -> Candidate:
+    """The peer, as it is for a session beside this number of the client's own ones."""
+    return Candidate(peer, decode.beside_s(own), 0, decode=decode)
+
+
+BATCHES = DecodeTime(HONEST_S, HONEST_S / 2, 0.0)
+COMPANIES = 0.0, 0.3, 1.0, 7.0, 31.0
+
+
+@pytest.mark.parametrize("beside", COMPANIES)
+def test_a_server_that_is_as_fast_as_it_says_never_seems_slow_for_our_own_company(beside: float) -> None:
+    standing, newcomer = Standing(POLICY), Candidate(LIAR, 1e-6, 0)
+    serve(standing, HONEST[0], BLOCKS * BATCHES.beside_s(beside), beside=beside)
+    costs = standing.costs([company(HONEST[0], BATCHES), newcomer], 0.0)
+    assert costs[HONEST[0]] == HopCost(HopCost().hop_s, HONEST_S)
+    assert costs[LIAR].block_s == pytest.approx(POLICY.unproven_cost * HONEST_S), "nor do others beside it"
+
+
+@pytest.mark.parametrize("beside", COMPANIES)
+def test_a_server_that_is_slower_than_it_says_is_found_alone_and_in_company(beside: float) -> None:
+    standing, times = Standing(POLICY), 3.0
+    serve(standing, HONEST[0], times * BLOCKS * BATCHES.beside_s(beside), beside=beside)
+    for own in (0.0, beside):
+        cost = standing.costs([company(HONEST[0], BATCHES, own)], 0.0)[HONEST[0]]
+        assert total_s(cost) >= times * BLOCKS * BATCHES.beside_s(own) * (1 - 1e-9)
+    slower = DecodeTime(2 * HONEST_S, HONEST_S, 0.0)
+    serve(standing, HONEST[1], BLOCKS * slower.beside_s(beside), beside=beside)
+    assert first_choice(standing, [company(HONEST[0], BATCHES), company(HONEST[1], slower)]) == HONEST[1]
+
+
+@pytest.mark.parametrize("beside", COMPANIES)
+def test_a_liar_in_our_company_costs_what_it_takes(beside: float) -> None:
+    standing = Standing(POLICY)
+    serve(standing, LIAR, 2.0, beside=beside)
+    liar = company(LIAR, DecodeTime(1e-6, 1e-6, 0.0))
+    assert total_s(standing.costs([liar], 0.0)[LIAR]) == pytest.approx(2.0, rel=0.01)
+    assert first_choice(standing, [*candidates(), liar]) in HONEST
+
+
+def test_a_liar_that_gives_our_company_as_its_reason_costs_what_it_takes_there_and_is_found_when_we_are_alone() -> None:
+    """It says that it is quick alone, and that each further decode takes as long as all of them do."""
+    standing, beside = Standing(POLICY), 7.0
+    reason = DecodeTime(1e-6, 2.0 / BLOCKS / beside, 0.0)
+    serve(standing, LIAR, 2.0, beside=beside)
+    assert total_s(standing.costs([company(LIAR, reason, beside)], 0.0)[LIAR]) >= 2.0
+    for _ in range(9):  # more than half of the steps that count
+        standing.note_served(LIAR, BLOCKS, 1, 2.0, 0.0)
+    assert total_s(standing.costs([company(LIAR, reason)], 0.0)[LIAR]) == pytest.approx(2.0, rel=0.01)
 
 
 def test_a_stranger_is_believed_to_be_a_few_times_as_fast_as_others_at_most() -> None:
@@ -257,27 +323,39 @@ def test_a_client_remembers_a_limited_number_of_peers() -> None:
 
 @given(
     said=st.lists(st.floats(0, 10), min_size=1, max_size=8),
-    served=st.lists(st.tuples(st.integers(0, 7), st.floats(0, 100), st.integers(1, 40)), max_size=20),
+    further=st.floats(0, 10),
+    served=st.lists(st.tuples(st.integers(0, 7), st.floats(0, 100), st.integers(1, 40), st.floats(0, 40)), max_size=20),
     refused=st.lists(st.integers(0, 7), max_size=6),
     explores=st.booleans(),
 )
 def test_nobody_gains_by_saying_less_than_it_takes(
-    said: list[float], served: list[tuple[int, float, int]], refused: list[int], explores: bool
+    said: list[float],
+    further: float,
+    served: list[tuple[int, float, int, float]],
+    refused: list[int],
+    explores: bool,
 ) -> None:
-    """A peer that has proved itself never costs less than what it took, in the median, and never less than it says."""
+    """A peer that has proved itself never costs less than what it took, in the median, and never less than it says.
+
+    That is so in the company that it had, and alone if it says nothing of company.
+    """
     standing, peers = Standing(POLICY), [PeerId(str(number)) for number in range(8)]
-    for number, took_s, positions in served:
-        standing.note_served(peers[number], BLOCKS, positions, took_s, 0.0)
+    for number, took_s, positions, beside in served:
+        standing.note_served(peers[number], BLOCKS, positions, took_s, 0.0, beside)
     for number in refused:
         standing.note_failed(peers[number], 0.0)
-    offers = [Candidate(peer, said_s, 0) for peer, said_s in zip(peers, said, strict=False)]
+    most = max((beside for *_, beside in served), default=0.0)
+    offers = [
+        Candidate(peer, said_s, 0) if number % 2 else company(peer, DecodeTime(said_s, further, 0.0), most)
+        for number, (peer, said_s) in enumerate(zip(peers, said, strict=False))
+    ]
     costs = standing.costs(offers, 0.0, peers if explores else ())
     assert costs.keys() == {each.peer for each in offers}
     for each in offers:
         assert costs[each.peer].block_s >= each.said_block_s
         assert costs[each.peer].hop_s >= HopCost().hop_s
         took = (
-            sorted(took_s for blocks, took_s in standing._known[each.peer].short_steps)
+            sorted(took_s for _, took_s, _ in standing._known[each.peer].short_steps)
             if each.peer in standing._known
             else []
         )
