@@ -23,6 +23,7 @@ FOLDERS.append(ROOT / "python" / "bootstrap")
 BASES = (PACKAGE, PACKAGE.parent, ROOT, ROOT / "tests", ROOT / "transport_rs", ROOT / "transport_rs" / "src")
 NODE = [ROOT / "node", ROOT / "node" / "serve", ROOT / "node" / "commands"]
 NAME = re.compile(r"(?<![\w/*.-])[\w/-]+\.(?:py|rs|md)\b(?![\w*])")
+QUOTED = re.compile(rf"`[^`]*{NAME.pattern}[^`]*`")
 
 
 def words_of(page: Path) -> set[str]:
@@ -69,7 +70,7 @@ def test_the_files_that_docstrings_and_comments_name_exist() -> None:
     gone = [
         f"{path.relative_to(ROOT)}:{line}: {word}"
         for path in paths
-        if NAME.search(path.read_text(encoding="utf-8"))  # or it need not be parsed
+        if QUOTED.search(path.read_text(encoding="utf-8"))  # or it need not be parsed
         for line, text in CHECKER["texts_of"](path)
         for quoted in re.findall(r"`([^`\n]+)`", text)
         for word in NAME.findall(quoted)

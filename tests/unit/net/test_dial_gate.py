@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 from contextlib import asynccontextmanager, suppress
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -107,9 +106,12 @@ WITHIN_THE_GATE = {"punch.py", "reach.py"}
 def calls(path: Path) -> Iterator[tuple[str, str]]:
     """The last two parts of the name of each function that is called."""
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Call):
-            owner, _, name = ast.unparse(node.func).rpartition(".")
-            yield owner.rpartition(".")[2], name
+        match node:
+            case ast.Call(func=ast.Attribute(value=ast.Name(id=owner) | ast.Attribute(attr=owner), attr=name)):
+                yield owner, name
+            case ast.Call(func=function):
+                owner, _, name = ast.unparse(function).rpartition(".")
+                yield owner.rpartition(".")[2], name
 
 
 def test_no_other_file_opens_a_connection() -> None:
@@ -118,7 +120,7 @@ def test_no_other_file_opens_a_connection() -> None:
     assert len(paths) > 100
     for path in paths:
         for owner, name in calls(path):
-            assert (owner, name) not in product(MODULES, OPENS), f"{path}: {name} dials past the gate"
+            assert owner not in MODULES or name not in OPENS, f"{path}: {name} dials past the gate"
             assert owner not in ("sock", "socket") or name not in ("connect", "connect_ex"), f"{path}: {name}"
             assert (owner, name) != ("socket", "socket") or path.name in OTHER_SOCKETS, f"{path} makes a socket"
             if name in ("connect_from", "dial_with_source"):
