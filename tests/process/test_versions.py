@@ -21,6 +21,7 @@ from llmnode.core.policy import LinkPolicy
 from llmnode.swarm.join import join_swarm
 from llmnode.wire.frame import LINK_VERSIONS
 from process.conftest import STOP_S
+from process.forked import Forked
 from process.small_server import ANSWER_S
 from process.small_server import expected_tokens as greedy
 from reference.small import BLOCKS, make_model
@@ -92,12 +93,6 @@ def earlier(request: pytest.FixtureRequest) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(root)}
 
 
-@pytest.fixture(scope="module")
-def newer() -> dict[str, str]:
-    """The environment in which Python finds the code of today, and `GROW`."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(llmnode.__file__).parents[1]), str(TESTS)])}
-
-
 @dataclass(frozen=True)
 class Model:
     folder: Path
@@ -138,10 +133,12 @@ class Program:
 
 
 @contextlib.contextmanager
-def run(environment: Mapping[str, str], model: Model, first: str = "") -> Iterator[Program]:
+def run(
+    popen: type[subprocess.Popen[str]], environment: Mapping[str, str], model: Model, first: str
+) -> Iterator[Program]:
     command = [sys.executable, "-P", "-c", f"{first}\n{PROGRAM}"]
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment) as process:
+    with popen(command, stdin=pipe, stdout=pipe, text=True, env=environment) as process:
         try:
             yield Program(process, model)
             process.communicate(timeout=STOP_S)  # closes its stdin
@@ -167,12 +164,13 @@ async def _described(contact: str, nodes: list[str]) -> list[tuple[int | None, D
         return [(each.version, description) for each, description in zip(connections, descriptions, strict=True)]
 
 
-def test_nodes_of_several_versions_are_one_swarm(earlier: dict[str, str], newer: dict[str, str], small: Model) -> None:
+def test_nodes_of_several_versions_are_one_swarm(earlier: dict[str, str], small: Model) -> None:
     """Clients of all versions get the tokens of transformers, whichever server they ask first.
 
     Servers push to each other from before to newer, and from newer to before.
     """
-    with run(earlier, small, AS_BEFORE) as before, run(newer, small, GROW) as after:
+    newer = run(Forked, dict(os.environ), small, GROW)  # a copy: the code of today is this process's
+    with run(subprocess.Popen, earlier, small, AS_BEFORE) as before, newer as after:
         first = before.serve("0:2")
         middle = after.serve("2:4", first)
         last = before.serve(f"4:{BLOCKS}", middle)
