@@ -78,6 +78,8 @@ class Extent:
 
     kv_tokens: int
     longest: int
+    fills_longest: bool
+    """Whether the longest session uses all of its positions. The sessions after it fill all KV in any case."""
 
     @property
     def sessions(self) -> int:
@@ -89,7 +91,7 @@ class Extent:
         return f"{self.sessions} sessions, all KV used"
 
 
-FULL, THIN = Extent(16_384, 8192), Extent(8192, 4096)
+FULL, THIN = Extent(16_384, 8192, fills_longest=True), Extent(8192, 4096, fills_longest=False)
 """Attention over half of the positions is a quarter of the work."""
 
 MAKE = """
@@ -184,8 +186,9 @@ async def _use(server: ServerProcess, measured: Measured, extent: Extent) -> Non
             note(f"one session, {longest} reserved, none used", 0)
             await session.step(_states(USED, model))
             note(f"one session, {longest} reserved, {USED} used", USED)
-            await session.step(_states(longest - USED, model))
-            note(f"one session, {longest} reserved, all used", longest)
+            if extent.fills_longest:
+                await session.step(_states(longest - USED, model))
+                note(f"one session, {longest} reserved, all used", longest)
         async with AsyncExitStack() as stack:
             for _ in range(extent.sessions):
                 session = await stack.enter_async_context(_session(connection, model, measured, SESSION))
