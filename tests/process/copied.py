@@ -1,6 +1,7 @@
 """The process that is copied for each program that `forked.py` starts: `python -m process.copied SOCKET`.
 
 A copy of a server is two processes. The second one waits until the server starts its worker, and becomes that worker.
+Beside a copy of a program that starts servers there is a process of its own that is copied for each of them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -22,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmnode.models.sources.online import keep_libraries_offline
 from netns.internet import enter
-from process.forked import DONE, MESSAGE_BYTES, Forked
+from process.forked import DONE, MESSAGE_BYTES, TEMPLATE, Forked, copied_over
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -37,6 +39,9 @@ IMPORTED = (
     "transformers.models.llama.modeling_llama",
 )
 WORKER = ["-m", "llmnode.compute.child"]
+WITH_SERVERS = {"demo", "bench"}
+"""Programs that start servers."""
+NAME = Path("/proc/self/comm")
 FILES_MAX = 16
 ABOVE_ALL = 200
 """Numbers of files that no program asks for."""
@@ -58,6 +63,10 @@ class Request:
     def has_worker(self) -> bool:
         """Whether it may start a worker: a server that nobody has told to have it in a thread."""
         return "serve" in self.arguments and "thread" not in self.arguments
+
+    @property
+    def has_servers(self) -> bool:
+        return not WITH_SERVERS.isdisjoint(self.arguments)
 
     def close(self) -> None:
         for file in self._files:
@@ -103,6 +112,8 @@ def main() -> None:
     import_all()
     request = next_copy(connection)
     request.enter_namespace()
+    if request.has_servers:
+        request = with_servers(request)
     if request.has_worker:
         request = with_worker(request)
     request.become()
@@ -142,6 +153,28 @@ def next_copy(connection: socket.socket) -> Request:
 def receive(connection: socket.socket) -> Request | None:
     said, files, _, _ = socket.recv_fds(connection, MESSAGE_BYTES, FILES_MAX)
     return Request(json.loads(said), files) if said else None
+
+
+def with_servers(program: Request) -> Request:
+    """Returns in a program's process, and in that of each server that it starts."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork() == 0:
+        ours.close()
+        program.close()
+        NAME.write_text(TEMPLATE)
+        server = next_copy(theirs)
+        NAME.write_text("python")
+        return server
+    theirs.close()
+    one_copy = threading.Lock()
+
+    def start(request: Mapping[str, Any], files: Sequence[int]) -> int:
+        with one_copy:
+            return copied_over(ours, request, files)
+
+    Forked.copy = staticmethod(start)
+    subprocess.Popen = Forked  # type: ignore[misc] # which trio calls
+    return program
 
 
 def with_worker(server: Request) -> Request:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
 PYTHON = [sys.executable, "-P"]
+TEMPLATE = "template"
+"""The name of a process that is copied, as the system has it, where a program has one of its own."""
 IN_NAMESPACE = ["ip", "netns", "exec"]
 """A command of `tests/netns` begins with this, and the name of a namespace."""
 MESSAGE_BYTES = 1 << 17
@@ -38,7 +40,7 @@ class Forked(subprocess.Popen[Any]):
     environment, the files, the session and the network namespace that it was given.
     """
 
-    copy: ClassVar[Callable[[Mapping[str, object], Sequence[int]], int | None]] = staticmethod(
+    copy: ClassVar[Callable[[Mapping[str, Any], Sequence[int]], int | None]] = staticmethod(
         lambda request, files: _template().copy(request, files)
     )
     """Returns the id of the child that does a request, with these files. None: it is to be an ordinary one."""
@@ -59,7 +61,7 @@ class Forked(subprocess.Popen[Any]):
         }
         files = [number if end == -1 else end for number, end in zip(numbers, ends, strict=False)]
         can = sys.platform == "linux" and command[: len(PYTHON)] == PYTHON
-        pid = Forked.copy(request, [*files, *given["pass_fds"]]) if can else None
+        pid = self.copy(request, [*files, *given["pass_fds"]]) if can else None
         if pid is None:
             execute(args, *others)
             return
@@ -67,6 +69,12 @@ class Forked(subprocess.Popen[Any]):
         self._child_created = True
         pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
         self._close_pipe_fds(*(given[pipe] for pipe in pipes))  # type: ignore[attr-defined] # as above
+
+
+class CodeForked(Forked):
+    """A copy if Python is to run code that the command has, and an ordinary process otherwise."""
+
+    copy = staticmethod(lambda request, files: Forked.copy(request, files) if request["arguments"][0] == "-c" else None)
 
 
 def _split_namespace(command: list[str]) -> tuple[str, list[str]]:
@@ -99,11 +107,8 @@ class _Template:
         atexit.register(self._end)
 
     def copy(self, request: Mapping[str, object], files: Sequence[int]) -> int:
-        with self._one_copy, _adopting():
-            socket.send_fds(self._connection, [json.dumps(request).encode()], files)
-            pid = int(self._connection.recv(MESSAGE_BYTES))
-            assert self._connection.recv(MESSAGE_BYTES) == DONE
-        return pid
+        with self._one_copy:
+            return copied_over(self._connection, request, files)
 
     def _end(self) -> None:
         self._connection.close()
@@ -111,6 +116,15 @@ class _Template:
 
 
 _template = cache(_Template)
+
+
+def copied_over(connection: socket.socket, request: Mapping[str, object], files: Sequence[int]) -> int:
+    """The id of the copy that the process at the other end makes for a request. It becomes a child of this process."""
+    with _adopting():
+        socket.send_fds(connection, [json.dumps(request).encode()], files)
+        pid = int(connection.recv(MESSAGE_BYTES))
+        assert connection.recv(MESSAGE_BYTES) == DONE
+    return pid
 
 
 @contextmanager

@@ -13,18 +13,16 @@ import psutil
 import pytest
 
 from process import in_process
-from process.forked import Forked
+from process.forked import CodeForked, Forked
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(420)]
 
-LLMNODE = [sys.executable, "-P", "-m", "llmnode.node"]
-BENCH = [*LLMNODE, "bench"]
 TOKENS, CHUNKS = 2, 2
 
 
-def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+def bench(*arguments: str, popen: type[Forked] = Forked) -> subprocess.CompletedProcess[str]:
     """Runs `llmnode bench` in this process. Its servers are copies of one that has done their imports (`forked.py`)."""
-    with patch.object(subprocess, "Popen", Forked):
+    with patch.object(subprocess, "Popen", popen):
         return in_process.llmnode("bench", *arguments)
 
 
@@ -228,8 +226,8 @@ def test_a_soak_leaves_no_session_and_no_kv_and_every_choice_is_exact() -> None:
 
 
 def test_a_soak_that_is_interrupted_leaves_no_process_behind() -> None:
-    command = [*LLMNODE, "bench", "soak", "--thin", "--minutes", "10", "--saturate"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    command = [sys.executable, "-P", "-m", "bench", "soak", "--thin", "--minutes", "10", "--saturate"]
+    with Forked(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         assert any(" min, " in line for line in process.stderr), "it never began"
         children = psutil.Process(process.pid).children(recursive=True)
@@ -262,9 +260,7 @@ def test_packing_is_measured_on_hidden_states_that_it_makes_smaller() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads what only Linux says of processes")
 def test_memory_is_accounted_for() -> None:
-    done = subprocess.run(
-        [*BENCH, "memory", "--thin", "--json"], capture_output=True, text=True, timeout=400, check=False
-    )
+    done = bench("memory", "--thin", "--json", popen=CodeForked)  # its servers start as users' do
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     rows = {row["server"]: row for row in report["rows"]}

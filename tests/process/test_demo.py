@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from process.forked import Forked
+from process.forked import TEMPLATE, Forked
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,7 +37,8 @@ class RunningDemo:
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
-        self.servers = psutil.Process(process.pid).children()
+        children = psutil.Process(process.pid).children()
+        self.servers = [each for each in children if each.name() != TEMPLATE]
 
     def finish(self) -> tuple[int, str]:
         """Exit status and stderr, once everything is gone."""
@@ -51,7 +52,7 @@ class RunningDemo:
 
 @pytest.fixture(params=[Forked])
 def generating(temp: Path, request: pytest.FixtureRequest) -> Iterator[RunningDemo]:
-    """Its servers start as users' do, and the demo itself if it is a `subprocess.Popen`."""
+    """The demo and its servers start as users' do if it is a `subprocess.Popen`, and else as copies."""
     process = request.param(
         [*DEMO, "--max-new-tokens", "4000", "--prompt", "1 2 3 4"],
         stdout=subprocess.PIPE,
