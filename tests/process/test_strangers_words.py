@@ -38,6 +38,7 @@ from llmnode.wire.announcement import pack_news, pack_sequences, sign_announceme
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.messages import Clock, Result, pack
 from llmnode.wire.refusal import refusal_of
+from process import forked
 from process.small_server import expected_tokens
 from process.strangers import ANSWER_S, KV_TOKENS, Served, answer, identity, stranger
 
@@ -146,8 +147,8 @@ def test_a_contact_that_names_addresses_of_loopback_and_private_networks_has_nob
 
             nursery.start_soon(tell_all)
             status = [sys.executable, "-P", "-m", "llmnode.node", "status", "--peers", *network.addresses]
-            shown = await trio.run_process(status, capture_stdout=True, capture_stderr=True, check=False)
-            assert str(peers[0][0][0])[-8:] in shown.stdout.decode(), shown.stderr.decode()
+            shown = await trio.to_thread.run_sync(forked.run, status)
+            assert str(peers[0][0][0])[-8:] in shown.stdout, shown.stderr
             assert connections[own], "servers that the contact names are asked"
             assert connections.keys() == {own}
             nursery.cancel_scope.cancel()
@@ -276,8 +277,8 @@ def test_names_that_strangers_choose_steer_no_terminal_and_begin_no_line(served:
             while network.peer not in await peers_known(link):
                 pass
             status = [sys.executable, "-P", "-m", "llmnode.node", "status", "--peers", served.address]
-            shown = await trio.run_process(status, capture_stdout=True, capture_stderr=True, check=False)
-            return (shown.stdout + shown.stderr).decode()
+            shown = await trio.to_thread.run_sync(forked.run, status)
+            return str(shown.stdout + shown.stderr)
 
     screen = trio.run(check)
     assert "OWNED" in screen, "it is shown"
