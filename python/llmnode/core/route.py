@@ -5,9 +5,9 @@ Knows no network: what peers hold is told, a route is answered.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import inf
-from typing import TYPE_CHECKING, TypeAlias
+from operator import attrgetter
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from llmnode.core.errors import SwarmError
 from llmnode.core.span import Span
@@ -18,9 +18,11 @@ if TYPE_CHECKING:
     from llmnode.core.ids import PeerId
 
 
-@dataclass(frozen=True, slots=True)
-class Hop:
-    """A peer and the blocks it computes for one session; at most the span that it holds."""
+class Hop(NamedTuple):
+    """A peer and the blocks it computes for one session; at most the span that it holds.
+
+    A tuple, as `HopCost` is: each choice makes one for each server of a swarm.
+    """
 
     peer: PeerId
     span: Span
@@ -30,8 +32,7 @@ Route: TypeAlias = tuple[Hop, ...]
 """Hops that cover a model's blocks, in order ("chain" in the papers)."""
 
 
-@dataclass(frozen=True, slots=True)
-class HopCost:
+class HopCost(NamedTuple):
     """The cost of a token at a peer, in seconds: once for going there, and for each block that it computes.
 
     `way_s` is the time of one way between the client and the peer, twice of which is in `hop_s`; 0 if it is not known.
@@ -80,32 +81,36 @@ def find_route(
     for index, hop in enumerate(holders):
         if hop.span.start < blocks:
             begin[hop.span.start].append(index)
-    # The cheapest way through the blocks until now that ends at each holder, and the holder before each block on it.
+    ends = [hop.span.end for hop in holders]
+    # The cheapest way through the blocks until now that ends at each holder, and the one that ends soonest of all.
     best: dict[int, float] = {}
-    came_from: list[dict[int, int]] = []
+    arriving, cheapest = 0.0, -1
+    came_from: list[dict[int, int]] = []  # for each block, the holders that it is entered at, and the ones before them
     holding: list[int] = []
     for block in range(blocks):
-        holding = sorted([*(index for index in holding if holders[index].span.end > block), *begin[block]])
-        cheapest = min(best, key=best.__getitem__) if best else -1
-        arriving = best[cheapest] if best else 0.0
+        holding = sorted([*(index for index in holding if ends[index] > block), *begin[block]])
         reached: dict[int, float] = {}
-        origin: dict[int, int] = {}
+        entered: dict[int, int] = {}
+        least, nearest = inf, -1
         for index in holding:
-            its = cost[index]
-            fresh, came = arriving + its.hop_s, cheapest
+            hop_s, block_s, _ = cost[index]
+            fresh, came = arriving + hop_s, cheapest
             for former, saved_s in before.get(index, ()):
-                if (direct := best.get(former, inf) + its.hop_s - saved_s) < fresh:
+                if (direct := best.get(former, inf) + hop_s - saved_s) < fresh:
                     fresh, came = direct, former
-            stays = best.get(index, inf) <= fresh
-            reached[index] = (best[index] if stays else fresh) + its.block_s
-            origin[index] = index if stays else came
-        came_from.append(origin)
-        best = reached
-    index = min(best, key=lambda index: best[index])
+            taken_s = best.get(index, inf)
+            if fresh < taken_s:
+                taken_s, entered[index] = fresh, came
+            reached[index] = taken_s = taken_s + block_s
+            if taken_s < least:
+                least, nearest = taken_s, index
+        came_from.append(entered)
+        best, arriving, cheapest = reached, least, nearest
+    index = cheapest
     taken: list[int] = []
-    for origin in reversed(came_from):
+    for entered in reversed(came_from):
         taken.append(index)
-        index = origin[index]
+        index = entered.get(index, index)
     return _hops([holders[index].peer for index in reversed(taken)])
 
 
@@ -186,7 +191,7 @@ def uncovered(blocks: int, spans: Sequence[Span]) -> list[Span]:
     """The maximal spans of a model of `blocks` blocks that none of `spans` covers."""
     gaps: list[Span] = []
     reached = 0
-    for span in sorted(spans):
+    for span in sorted(spans, key=attrgetter("start")):
         if span.start > reached:
             gaps.append(Span(reached, min(span.start, blocks)))
         reached = max(reached, span.end)

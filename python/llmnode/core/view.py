@@ -153,14 +153,8 @@ class View:
 
     def announcements(self) -> list[Announcement]:
         """All that hold, those of peers that left excepted; in the order of their peers."""
-        return sorted(
-            (
-                entry.announcement
-                for entry in self._newest.values()
-                if entry.announcement.offer.state is not PeerState.LEFT
-            ),
-            key=lambda announcement: announcement.peer,
-        )
+        in_order = (self._newest[peer].signed.announcement for peer in sorted(self._newest))
+        return [each for each in in_order if each.offer.state is not PeerState.LEFT]
 
     def of_peer(self, peer: PeerId) -> Announcement | None:
         """None if it is not known, or has left."""

@@ -314,12 +314,10 @@ class PeerFinder:
                 for standby in find_detour(hop.span, held, costs, ways):
                     self.pool.warm(addresses[standby.peer])
 
-    def _is_banned(self, announcement: Announcement) -> bool:
-        return self._bans.is_banned(announcement.peer, trio.current_time())
-
     def _good(self, announcements: Sequence[Announcement]) -> list[Announcement]:
         """Those of peers that have not failed lately."""
-        return [each for each in announcements if not self._is_banned(each)]
+        banned = self._bans.banned(trio.current_time())
+        return [each for each in announcements if each.peer not in banned]
 
     def _costs(
         self,
@@ -344,23 +342,25 @@ class PeerFinder:
             for each in announcements
         ]
         believed = self._standing.costs(candidates, now_s, explored)
-        reached, costs = {*began_s, *round_trips_s}, {}
-        for each in announcements:
-            penalty, cost = self._suspicion.penalty(each.peer, now_s), believed[each.peer]
-            penalty *= self.policy.route.second_hop_cost if each.peer in beside else 1.0
-            is_full = self._full_until_s.get(each.peer, 0.0) > now_s
-            is_full = is_full or each.offer.kv_tokens_free < each.offer.in_pages(first)
-            wait_s = self.policy.route.full_cost_s if is_full else 0.0
-            if each.peer not in reached and not self._standing.is_proven(each.peer, now_s):
-                wait_s += self.reaching.doubt_s(each)
-            block_s = penalty * cost.block_s + self._doubt_s(each, now_s) / self.model.blocks
-            costs[each.peer] = HopCost(penalty * cost.hop_s + wait_s, block_s, cost.way_s)
+        reached, costs, penalties = {*began_s, *round_trips_s}, dict(believed), self._suspicion.penalties(now_s)
+        penalties |= {peer: self.policy.route.second_hop_cost * penalties.get(peer, 1.0) for peer in beside}
+        full = {peer for peer, until_s in self._full_until_s.items() if until_s > now_s}
+        has_doubts = self._broken.has_any or self.reaching.has_doubts
+        for each in announcements:  # thousands of them: only those that are dearer than believed take time
+            peer, offer, doubt_s, wait_s = each.peer, each.offer, 0.0, 0.0
+            if offer.kv_tokens_free < offer.in_pages(first) or peer in full:
+                wait_s = self.policy.route.full_cost_s
+            if has_doubts and not self._standing.is_proven(peer, now_s):
+                doubt_s = self._doubt_s(each, now_s)
+                wait_s += 0.0 if peer in reached else self.reaching.doubt_s(each)
+            if wait_s or doubt_s or peer in penalties:
+                penalty, cost = penalties.get(peer, 1.0), believed[peer]
+                block_s = penalty * cost.block_s + doubt_s / self.model.blocks
+                costs[peer] = HopCost(penalty * cost.hop_s + wait_s, block_s, cost.way_s)
         return costs
 
     def _doubt_s(self, announcement: Announcement, now_s: float) -> float:
         """The extra cost of all blocks at a peer that has not proved itself, after others did not serve."""
-        if self._standing.is_proven(announcement.peer, now_s):
-            return 0.0
         groups = {group for each in announcement.addresses if (group := announced_group(each))}
         return self._broken.cost_s(groups, now_s, has_computed=self._trials.has_computed(announcement.peer, now_s))
 
@@ -376,21 +376,19 @@ class PeerFinder:
     def _usable(self, positions: int = 0) -> list[Announcement]:
         """Peers whose KV is large enough for `positions` when all of it is free."""
         model, route = self.model, self.policy.route
-        holders = online(self.swarm.view.of_model(model.digest))
-        now_s = trio.current_time()
+        holders, excluded = online(self.swarm.view.announcements()), self._suspicion.excluded(trio.current_time())
         return [
             each
             for each in holders
             if each.offer.computes(model.profile)
             and each.offer.kv_tokens >= positions
+            and each.peer not in excluded
             and route.may_use(each.peer)
-            and not self._suspicion.is_excluded(each.peer, now_s)
         ]
 
     def _hint(self, missing: Sequence[Span], positions: int, failed: Collection[PeerId] = ()) -> str:
         """Says what the swarm has instead, if anything, and what to do."""
-        known, now_s = self.swarm.view.announcements(), trio.current_time()
-        excluded = [each.peer for each in known if self._suspicion.is_excluded(each.peer, now_s)]
+        known, excluded = self.swarm.view.announcements(), self._suspicion.excluded(trio.current_time())
         why = explain_absence(
             self.model,
             missing,

@@ -49,6 +49,11 @@ class Reaching:
         """The round trips to the servers that answered when they were last measured."""
         return {peer: each.round_trip_s for peer, each in self._measured.items()}
 
+    @property
+    def has_doubts(self) -> bool:
+        """Whether any server costs more because others could not be reached."""
+        return self._unreached.has_any
+
     def doubt_s(self, announcement: Announcement) -> float:
         """The cost of a server that was never reached, in seconds a token, since others like it could not be."""
         return self._unreached.cost_s(_group(announcement), trio.current_time())

@@ -37,6 +37,10 @@ class Bans:
             ban.length_s = min(2 * ban.length_s, self._longest_s)
             ban.until_s = now_s + ban.length_s
 
+    def banned(self, now_s: float) -> set[PeerId]:
+        """All peers that are banned now."""
+        return {peer for peer in self._bans if self.is_banned(peer, now_s)}
+
     def is_banned(self, peer: PeerId, now_s: float) -> bool:
         ban = self._bans.get(peer)
         return ban is not None and now_s < ban.until_s

@@ -24,13 +24,18 @@ class BrokenPromises:
 
     def __init__(self, policy: StandingPolicy) -> None:
         self._policy = policy
-        self._failures = FadingCounts(policy.doubt_half_life_s, policy.most_doubts)
+        self._failures: FadingCounts[str] = FadingCounts(policy.doubt_half_life_s, policy.most_doubts)
 
     def note(self, group: str | None, now_s: float) -> None:
         """A peer that was reached in this address group has failed; None if it is not known where."""
         if group is not None:
             self._failures.add(group, now_s)
         self._failures.add(_ALL, now_s)
+
+    @property
+    def has_any(self) -> bool:
+        """Whether anything has failed, and may count still. Otherwise nobody costs more."""
+        return len(self._failures) > 0
 
     def cost_s(self, groups: Iterable[str], now_s: float, *, has_computed: bool) -> float:
         """The extra cost of all blocks at a peer that names addresses in these `groups`, in seconds a token."""

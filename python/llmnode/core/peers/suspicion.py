@@ -23,7 +23,7 @@ class Suspicion:
 
     def __init__(self, policy: TrustPolicy) -> None:
         self._policy = policy
-        self._breaks = FadingCounts(policy.suspicion_half_life_s, policy.most_suspicion)
+        self._breaks: FadingCounts[PeerId] = FadingCounts(policy.suspicion_half_life_s, policy.most_suspicion)
         self._convicted_until_s: dict[PeerId, float] = {}
         self._distrusted_until_s: dict[PeerId, float] = {}
 
@@ -52,6 +52,14 @@ class Suspicion:
     def penalty(self, peer: PeerId, now_s: float) -> float:
         """The factor for a peer's cost on a route: 1 without suspicion, more with it."""
         return 1 + self._policy.suspicion_cost * self._breaks.of(peer, now_s)
+
+    def penalties(self, now_s: float) -> dict[PeerId, float]:
+        """The penalty of each peer that is suspected. A swarm may have thousands of others."""
+        return {peer: self.penalty(peer, now_s) for peer in self._breaks}
+
+    def excluded(self, now_s: float) -> set[PeerId]:
+        """All peers that `is_excluded`."""
+        return {each for each in (*self._convicted_until_s, *self._distrusted_until_s) if self.is_excluded(each, now_s)}
 
     def _forget(self, now_s: float) -> None:
         self._convicted_until_s = _still(self._convicted_until_s, now_s)

@@ -23,12 +23,17 @@ class Unreached:
 
     def __init__(self, policy: RoutePolicy) -> None:
         self._policy = policy
-        self._failures = FadingCounts(policy.unreached_half_life_s, policy.most_unreached)
+        self._failures: FadingCounts[str | None] = FadingCounts(policy.unreached_half_life_s, policy.most_unreached)
 
     def note(self, group: str | None, now_s: float) -> None:
         """A peer that is announced in this address group could not be reached; None if it names no IP address."""
         self._failures.add(group, now_s)
         self._failures.add(_ALL, now_s)
+
+    @property
+    def has_any(self) -> bool:
+        """Whether anything has failed, and may count still. Otherwise nobody costs more."""
+        return len(self._failures) > 0
 
     def cost_s(self, group: str | None, now_s: float) -> float:
         """The extra cost of a peer of this group that was never reached, in seconds a token."""
