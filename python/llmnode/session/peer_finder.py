@@ -16,7 +16,7 @@ from llmnode.core.address_groups import announced_group
 from llmnode.core.peers.absence import explain_absence
 from llmnode.core.peers.bans import Bans
 from llmnode.core.peers.broken_promises import BrokenPromises
-from llmnode.core.peers.standing import NO_USE, Standing, candidate_of
+from llmnode.core.peers.standing import Standing, candidate_of
 from llmnode.core.peers.suspicion import Suspicion
 from llmnode.core.peers.ways import believed_ways
 from llmnode.core.route import Hop, HopCost, Route, cost_s, fastest, find_detour, find_route
@@ -338,8 +338,7 @@ class PeerFinder:
         own = self.own.at_peers(announcements, began_s, self.swarm.age_s, now_s)
         row_bytes, first = self.model.row_bytes, min(positions, at_once + self.policy.route.first_positions)
         candidates = [
-            candidate_of(each, row_bytes, round_trips_s.get(each.peer), own.get(each.peer, NO_USE))
-            for each in announcements
+            candidate_of(each, row_bytes, round_trips_s.get(each.peer), own.get(each.peer)) for each in announcements
         ]
         believed = self._standing.costs(candidates, now_s, explored)
         reached, costs, penalties = {*began_s, *round_trips_s}, dict(believed), self._suspicion.penalties(now_s)
@@ -375,13 +374,13 @@ class PeerFinder:
 
     def _usable(self, positions: int = 0) -> list[Announcement]:
         """Peers whose KV is large enough for `positions` when all of it is free."""
-        model, route = self.model, self.policy.route
+        profile, route = self.model.profile, self.policy.route
         holders, excluded = online(self.swarm.view.announcements()), self._suspicion.excluded(trio.current_time())
         return [
             each
             for each in holders
-            if each.offer.computes(model.profile)
-            and each.offer.kv_tokens >= positions
+            if each.offer.kv_tokens >= positions
+            and each.offer.computes(profile)
             and each.peer not in excluded
             and route.may_use(each.peer)
         ]

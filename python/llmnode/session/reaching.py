@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from llmnode.swarm.pool import ConnectionPool
 
 
-class _RoundTrip(NamedTuple):
+class RoundTrip(NamedTuple):
+    """A measurement."""
+
     round_trip_s: float
     measured_s: float
 
@@ -43,7 +45,7 @@ class Reaching:
         self._policy = policy
         self._unreached = Unreached(policy)
         self._measuring: set[PeerId] = set()
-        self._measured: dict[PeerId, _RoundTrip] = {}  # the latest ones at the end
+        self._measured: dict[PeerId, RoundTrip] = {}  # the latest ones at the end
 
     def round_trips_s(self) -> dict[PeerId, float]:
         """The round trips to the servers that answered when they were last measured."""
@@ -139,7 +141,7 @@ class Reaching:
             self._measuring.discard(peer)
         self._measured.pop(peer, None)
         if found_s is not None:
-            self._measured[peer] = _RoundTrip(found_s, trio.current_time())
+            self._measured[peer] = RoundTrip(found_s, trio.current_time())
             if len(self._measured) > self._policy.round_trips:
                 del self._measured[next(iter(self._measured))]
 

@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import random
 import time
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
 
 from bench.placement.swarms import BLOCKS, large_swarm
-from llmnode.core.announcement import Announcement, Offer, PeerState
+from llmnode.core.announcement import Announcement, Offer, PeerState, SignedAnnouncement, SignedBody
+from llmnode.core.ids import PeerId
 from llmnode.core.model import ModelInfo
-from llmnode.core.peers.standing import Standing, candidate_of
-from llmnode.core.peers.ways import believed_ways
-from llmnode.core.policy import ProbePolicy, RoutePolicy, StandingPolicy
-from llmnode.core.route import Hop, find_route
+from llmnode.core.policy import ClientPolicy, ProbePolicy, SwarmPolicy
+from llmnode.core.route import find_route
 from llmnode.core.speed import AnnouncedSpeed
+from llmnode.core.view import Source, View
+from llmnode.session.peer_finder import PeerFinder
+from llmnode.session.reaching import RoundTrip
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from bench.kit.report import Row
-    from llmnode.core.ids import PeerId
     from llmnode.core.placement.servers import PlacedServer
+    from llmnode.swarm.membership import Swarm
+    from llmnode.swarm.pool import ConnectionPool
 
 MODEL = ModelInfo("m", bytes(32), BLOCKS, hidden_size=1024, context_tokens=4096)
 REPEATS = 7
+POSITIONS = 64
 
 
 def decision_row(number: int) -> Row:
@@ -31,24 +36,29 @@ def decision_row(number: int) -> Row:
     rng = random.Random(number)
     servers = large_swarm(number)
     announcements = [_announced(each, servers, rng) for each in servers]
-    measured = rng.sample(servers, min(number, RoutePolicy().round_trips))
-    trips: dict[PeerId, float] = {each.peer: rng.uniform(0, 0.4) for each in measured}
-    standing, row_bytes = Standing(StandingPolicy()), MODEL.row_bytes
-
-    def weigh() -> None:
-        standing.costs([candidate_of(each, row_bytes, trips.get(each.peer)) for each in announcements], 0.0)
-
-    def search() -> None:
-        find_route(BLOCKS, [Hop(each.peer, each.offer.span) for each in announcements], costs, ways)
-
-    candidates = [candidate_of(each, row_bytes, trips.get(each.peer)) for each in announcements]
-    costs, ways = standing.costs(candidates, 0.0), believed_ways(announcements, trips)
-    parts = {
-        "the search, ms": _least_ms(search),
-        "costs of all servers, ms": _least_ms(weigh),
-        "ways between them, ms": _least_ms(lambda: believed_ways(announcements, trips)),
+    finder = _finder(announcements, rng)
+    usable = finder._candidates(POSITIONS)
+    costs, ways = finder._costs(usable, POSITIONS), finder._ways(usable)
+    parts: dict[str, Callable[[], object]] = {
+        "a decision, ms": lambda: finder._route(finder._candidates(POSITIONS), {}, POSITIONS, ()),
+        "those that may be used, ms": lambda: finder._candidates(POSITIONS),
+        "costs of all servers, ms": lambda: finder._costs(usable, POSITIONS),
+        "the search, ms": lambda: find_route(BLOCKS, [each.hop for each in usable], costs, ways),
     }
-    return {"topology": f"{number} servers", "a decision, ms": sum(parts.values()), **parts}
+    return {"topology": f"{number} servers", **{name: _least_ms(part) for name, part in parts.items()}}
+
+
+def _finder(announcements: list[Announcement], rng: random.Random) -> PeerFinder:
+    """That of a client which knows the announcements, is connected to nobody, and has measured some round trips."""
+    policy = SwarmPolicy(view_peers=len(announcements))
+    view, source = View(policy), Source(PeerId("neighbour"), "its group")
+    for each in announcements:
+        view.accept(SignedAnnouncement(each, SignedBody(b"", b""), None), 0, source)
+    pool, swarm = SimpleNamespace(living=lambda: ()), SimpleNamespace(view=view, age_s=lambda _: 0.0)
+    finder = PeerFinder(MODEL, cast("ConnectionPool", pool), cast("Swarm", swarm), ClientPolicy(), rng)
+    measured = rng.sample(announcements, min(len(announcements), finder.policy.route.round_trips))
+    finder.reaching._measured = {each.peer: RoundTrip(rng.uniform(0, 0.4), 0.0) for each in measured}
+    return finder
 
 
 def _announced(server: PlacedServer, servers: list[PlacedServer], rng: random.Random) -> Announcement:
@@ -57,7 +67,8 @@ def _announced(server: PlacedServer, servers: list[PlacedServer], rng: random.Ra
     speed = AnnouncedSpeed(round(1000 * server.speed), 100_000, rng.randint(100, 10_000), round_trips)
     block_us = max(1, round(1e6 / max(1.0, server.speed * len(server.span))))
     offer = Offer("m", MODEL.profile, BLOCKS, server.span, PeerState.ONLINE, block_us, 4096, 4096, speed)
-    return Announcement(server.peer, (), 1, 2, "llmnode/1", offer)
+    address = f"/ip4/{'.'.join(str(rng.randint(1, 223)) for _ in range(4))}/tcp/4001/p2p/{server.peer}"
+    return Announcement(server.peer, (address,), 0, 45_000, "llmnode/1", offer)
 
 
 def _least_ms(decide: Callable[[], object]) -> float:

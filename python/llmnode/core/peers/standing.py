@@ -77,7 +77,7 @@ class Candidate(NamedTuple):
     said_upload_s: float = 0.0
     """The time in which it sends one position's hidden state, by its own measurement; 0 if it says nothing."""
     decode: DecodeTime | None = None
-    """How its decodes depend on those that are there. None if they do not, or it says nothing."""
+    """How its decodes depend on those that are there. None if it says nothing, or is idle and was never used."""
 
     def said_beside_s(self, own: float) -> float:
         """The time of a decode through a block, as the peer says, beside this number of `own` ones."""
@@ -96,32 +96,31 @@ class OwnUse(NamedTuple):
     """The same when the peer announced its load, which has them in it."""
 
 
-NO_USE = OwnUse()
-
-
 def candidate_of(
-    announcement: Announcement, row_bytes: int, round_trip_s: float | None = None, own: OwnUse = NO_USE
+    announcement: Announcement, row_bytes: int, round_trip_s: float | None = None, own: OwnUse | None = None
 ) -> Candidate:
     """The peer of an announcement, with what the client has measured. `row_bytes` is the size of a hidden state.
 
-    The decodes of others are in the load that the peer announces. Those of this client are counted anew, since its
-    sessions may have ended since then. Each that came lately is there for the share of the time in which it is not on
-    its way. If the peer announces no load, all do so. So sessions spread over peers of the same blocks.
+    `own` is None at peers that have computed nothing for this client, and at which it has no session. The decodes of
+    others are in the load that the peer announces. Those of this client are counted anew, since its sessions may have
+    ended since then. Each that came lately is there for the share of the time in which it is not on its way. If the
+    peer announces no load, all do so. So sessions spread over peers of the same blocks.
     """
     offer = announcement.offer
-    block_s, decode = offer.block_us / 1e6, None
-    if block_s:
+    block_s, decode, sessions = offer.block_us / 1e6, None, 0
+    if block_s and (own is not None or offer.load):
+        own = own or OwnUse()
         others = max(0.0, offer.load - own.announced) if offer.load else 0.0
-        decode = DecodeTime(block_s, offer.further_block_s, others)
-    if decode is not None and (own.sessions or decode.others):
-        alone_s = block_s * len(offer.span)
-        share = alone_s / (alone_s + (round_trip_s or 0.0))
-        settled = 0 if offer.load is None else own.sessions - own.lately
-        block_s = decode.beside_s(min(own.load, settled * share))
-        block_s += (own.sessions - settled) * share * decode.further_s
+        decode, sessions = DecodeTime(block_s, offer.further_block_s, others), own.sessions
+        if sessions or others:
+            alone_s = block_s * len(offer.span)
+            share = alone_s / (alone_s + (round_trip_s or 0.0))
+            settled = 0 if offer.load is None else sessions - own.lately
+            block_s = decode.beside_s(min(own.load, settled * share))
+            block_s += (sessions - settled) * share * decode.further_s
     upload_bytes_per_s = offer.speed.upload_bytes_per_s
     upload_s = row_bytes / upload_bytes_per_s if upload_bytes_per_s else 0.0
-    return Candidate(announcement.peer, block_s, own.sessions, round_trip_s, upload_s, decode)
+    return Candidate(announcement.peer, block_s, sessions, round_trip_s, upload_s, decode)
 
 
 def settled_costs(candidates: Sequence[Candidate]) -> dict[PeerId, HopCost]:
@@ -206,11 +205,11 @@ class Standing:
         self, candidates: Sequence[Candidate], now_s: float, explored: Collection[PeerId] = ()
     ) -> Mapping[PeerId, HopCost]:
         """The cost of a token at each peer. Newcomers that are `explored` are to be believed more than usual."""
-        own_s = {each.peer: each.said_upload_s for each in candidates}
-        default, policy, candidates = HopCost(), self._policy, unmeasured_as_slow(candidates)
+        default, policy, said = HopCost(), self._policy, candidates
+        candidates = unmeasured_as_slow(said)
         costs = {
-            each.peer: self._measured(each._replace(said_upload_s=own_s[each.peer]), now_s)
-            for each in candidates
+            each.peer: self._measured(each._replace(said_upload_s=own.said_upload_s), now_s)
+            for each, own in zip(candidates, said, strict=True)
             if each.peer in self._known and self.is_proven(each.peer, now_s)
         }
         proven = set(costs)
@@ -218,12 +217,15 @@ class Standing:
         believed_s = median(seen_s or [each.said_block_s for each in candidates] or [0.0]) / policy.believed_times
         usual_s = median(seen_s) * policy.unproven_cost if seen_s else believed_s
         for each in candidates:
-            if each.peer not in proven:
-                known = self._fresh(each.peer, now_s) if each.peer in self._known else None
-                times, round_trip_s = self._distrust(each, known), each.round_trip_s or 0.0
-                least_s = believed_s if each.peer in explored else usual_s
-                hop_s = max(default.hop_s, round_trip_s + each.said_upload_s, _excess_s(each, known))
-                costs[each.peer] = HopCost(times * hop_s, times * max(each.said_block_s, least_s), round_trip_s / 2)
+            peer, said_s, sessions, round_trip_s, upload_s, _ = each
+            if peer not in proven:
+                way_s, least_s = round_trip_s or 0.0, believed_s if peer in explored else usual_s
+                hop_s, block_s = max(default.hop_s, way_s + upload_s), max(said_s, least_s)
+                if sessions or peer in self._known:  # it is so for few of thousands
+                    known = self._fresh(peer, now_s)
+                    times, hop_s = self._distrust(each, known), max(hop_s, _excess_s(each, known))
+                    hop_s, block_s = times * hop_s, times * block_s
+                costs[peer] = HopCost(hop_s, block_s, way_s / 2)
         return costs
 
     def _measured(self, candidate: Candidate, now_s: float) -> HopCost:
@@ -283,9 +285,9 @@ def unmeasured_as_slow(candidates: Sequence[Candidate]) -> Sequence[Candidate]:
     So nobody is preferred for want of a measurement, and one that says that it is very slow changes nothing for others,
     or little if it alone has measured: an upload is supposed to take at most `MOST_SUPPOSED_S`.
     """
-    block_s = _slow(each.said_block_s for each in candidates) or HopCost().block_s
-    round_trip_s = _slow(each.round_trip_s or 0.0 for each in candidates)
-    upload_s = min(_slow(each.said_upload_s for each in candidates), MOST_SUPPOSED_S)
+    block_s = _slow([each.said_block_s for each in candidates]) or HopCost().block_s
+    round_trip_s = _slow([each.round_trip_s for each in candidates])
+    upload_s = min(_slow([each.said_upload_s for each in candidates]), MOST_SUPPOSED_S)
     return [
         each
         if each.said_block_s and each.round_trip_s and each.said_upload_s
@@ -301,7 +303,7 @@ def unmeasured_as_slow(candidates: Sequence[Candidate]) -> Sequence[Candidate]:
     ]
 
 
-def _slow(times_s: Iterable[float]) -> float:
-    """0 stands for one that is not known, also as the result."""
+def _slow(times_s: Iterable[float | None]) -> float:
+    """0 or None stands for one that is not known. The result is 0 then."""
     known = [each for each in times_s if each]
     return SLOW * median(known) if known else 0.0

@@ -108,7 +108,7 @@ def test_the_own_part_of_a_load_is_as_it_is_now(own: OwnUse, block_ms: float) ->
 def test_a_decode_that_is_judged_has_the_company_that_it_had_and_others_as_they_are() -> None:
     candidate = candidate_of(busy(4.0), 4, None, OwnUse(4, 0, load=2.0, announced=2.0))
     assert [1e3 * candidate.said_beside_s(own) for own in (0, 2, 6)] == pytest.approx([2.5, 3.5, 5.5], rel=0.01)
-    alone = candidate_of(busy(0.0), 4)
+    alone = candidate_of(busy(0.0), 4, None, OwnUse())
     assert [1e3 * alone.said_beside_s(own) for own in (0, 0.5, 8)] == pytest.approx([1.0, 1.5, 5.5], rel=0.01)
 
 
