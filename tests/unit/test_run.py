@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "tests" / "run"
 FUNCTIONS = SCRIPT.read_text().partition("\nnode/llmnode setup")[0]
-GROUPS = re.findall(r"^(\w+)\(\) \{ .*pytest --durations", FUNCTIONS, re.MULTILINE)
+GROUPS = re.findall(r"^(\w+)\(\) \{ .*--durations=20", FUNCTIONS, re.MULTILINE)
 
 
 def all_tests(mktemp: str, failing: str = "") -> subprocess.CompletedProcess[str]:
@@ -45,3 +46,17 @@ def test_groups_that_cannot_be_taken_are_no_success(mktemp: str) -> None:
     done = all_tests(mktemp)
     assert done.returncode == 3
     assert ran(done) == []
+
+
+def test_pytest_ends_with_its_status_and_what_it_has_printed(tmp_path: Path) -> None:
+    (tmp_path / "test_some.py").write_text("def test_good(): pass\ndef test_bad(): assert False\n")
+    status = []
+    for chosen in ("good", "bad"):
+        run = f"PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 pytest -p no:cacheprovider {tmp_path} -k {chosen}"
+        script = f"{FUNCTIONS}\nvenv={sys.prefix}\n{run}\n"
+        done = subprocess.run(
+            ["bash", "-c", script, str(SCRIPT)], capture_output=True, text=True, check=False, timeout=60
+        )
+        status.append(done.returncode)
+        assert re.search(r"\d (passed|failed).* in ", done.stdout.splitlines()[-1])
+    assert status == [0, 1]
