@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "tests" / "run"
-FUNCTIONS = SCRIPT.read_text().partition("\nnode/llmnode setup")[0]
+FUNCTIONS = SCRIPT.read_text().partition("\nset_up\n")[0]
 GROUPS = re.findall(r"^(\w+)\(\) \{ .*--durations=20", FUNCTIONS, re.MULTILINE)
 
 

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bench.kit.compiled_packages import compiled_packages
+from bench.kit.compiled_packages import compiled_packages, main
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 pytestmark = pytest.mark.skipif(shutil.which("cargo") is None, reason="there is no cargo")
 PACKAGE, OWN = "release/deps/libring-1.rlib", "release/deps/libllmnode_transport-1.rlib"
+SCRIPT, OWN_TEST = "debug/build/ring-1/build-script-build", "debug/deps/yamux-1"
 
 
 def build(target: Path, lock: Path, **settings: str) -> list[str]:
@@ -48,3 +49,21 @@ def test_a_build_that_fails_keeps_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(ZeroDivisionError), compiled_packages("tried", tmp_path / "target", lock, {}):
         raise ZeroDivisionError
     assert build(tmp_path / "next", lock) == []
+
+
+def test_a_clean_checkout_begins_with_what_an_earlier_one_has_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LLMNODE_CACHE", str(tmp_path / "cache"))
+    first, second = tmp_path / "first", tmp_path / "second"
+    main(["begin", str(first)])
+    assert not first.exists()
+    for name in (PACKAGE, OWN, SCRIPT, OWN_TEST):
+        (first / name).parent.mkdir(parents=True, exist_ok=True)
+        (first / name).touch()
+    main(["keep", str(first)])
+    main(["begin", str(second)])
+    assert {str(each.relative_to(second)) for each in second.rglob("*") if each.is_file()} == {PACKAGE, SCRIPT}
+    (first / PACKAGE).unlink()
+    main(["begin", str(first)])
+    assert not (first / PACKAGE).exists(), "it is not clean"
