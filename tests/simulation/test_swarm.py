@@ -15,7 +15,7 @@ from llmnode.core.span import Span
 from llmnode.core.view import Source
 from llmnode.errors import RemoteProtocolError
 from llmnode.swarm import membership
-from llmnode.testing import Conditions, Dialogue, check_coverage, open_world, simulated, simulated_ms
+from llmnode.testing import Conditions, Dialogue, check_coverage, open_world, seeds, simulated, simulated_ms
 from llmnode.testing.network import peer_named
 from llmnode.testing.world import SimulatedNode
 from llmnode.wire.announcement import sign_announcement
@@ -38,7 +38,7 @@ async def until(condition: Callable[[], bool], within_s: float) -> None:
             await trio.sleep(0.1)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", seeds(1, long_run=2))  # no other branch is in the second
 @simulated
 async def test_a_hundred_nodes_hear_of_a_new_one_in_ten_seconds_and_of_a_death_in_sixty(seed: int) -> None:
     async with open_world(seed, conditions=FAR) as swarm:
