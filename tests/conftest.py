@@ -38,10 +38,10 @@ def folder() -> ModelFolder:
 def reference(folder: ModelFolder) -> Reference:
     import torch
 
-    from bench.kit.exact import Reference
+    from bench.kit.exact import reference_of
 
     torch.set_num_threads(1)
-    return Reference(folder.path)
+    return reference_of(folder.path)
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 import trio
 
-from bench.kit.exact import Reference
+from bench.kit.exact import reference_of
 from bench.kit.options import add_repeats, add_thin, add_threads
 from bench.kit.report import Report, Row, Series, at_least, exact_tokens, rounds
 from llmnode.client.connect import load_parts
@@ -106,7 +106,7 @@ class _Rig:
     def __init__(self, folder: ModelFolder, ends: Ends, texts: Sequence[list[int]]) -> None:
         self.texts = texts
         self.choices: list[dict[int, int]] = [{} for _ in texts]
-        self.reference = Reference(folder.path)
+        self.reference = reference_of(folder.path)
         self._ends = ends
         self._hidden = [ends.embed(text, 0) for text in texts]
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from bench.clients.sharing import Sharing, load_workers, measure_sharing, plot, workers
-from bench.kit.exact import Reference, judge_all
+from bench.kit.exact import judge_all, reference_of
 from bench.kit.options import add_model, add_plot, add_repeats, add_thin, add_threads, add_tokens
 from bench.kit.random_llama import opened
 from bench.kit.report import Report, Row, Series, at_least, at_most, exact_tokens, percentile, rounds
@@ -83,7 +83,7 @@ async def run(options: Options) -> Report:
 
 
 async def _measure(options: Options, folder: ModelFolder) -> Report:
-    parts, reference = load_parts(folder), Reference(folder.path)
+    parts, reference = load_parts(folder), reference_of(folder.path)
     counts = (1, OF_CLIENTS) if options.thin else COUNTS
     variants = [_Variant(level, clients) for level in LEAST_TIMES for clients in counts]
     shared = [Sharing(f"server, chunks of {chunk}") for chunk in CHUNKS]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,6 +59,12 @@ class Reference:
             for position in range(MEASURED_POSITIONS)
         ]
         return float((torch.stack(single) - whole).abs().max())
+
+
+@cache
+def reference_of(path: Path) -> Reference:
+    """The one of a model in this process, for all benchmarks that a test runs here one after the other."""
+    return Reference(path)
 
 
 def judge_all(reference: Reference, texts: Iterable[tuple[int, ...]], start: int) -> tuple[int, int]:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import psutil
 import trio
 
-from bench.kit.exact import Reference
+from bench.kit.exact import reference_of
 from bench.kit.options import add_thin, add_threads
 from bench.kit.report import Interval, Report, Row, at_most, exactly, few_near_ties
 from bench.kit.shaped import shaped_swarm
@@ -307,7 +307,7 @@ async def _settled(servers: Sequence[ServerProcess]) -> dict[str, int]:
 
 def _judge(path: Path, texts: Collection[Text]) -> tuple[int, int, int]:
     """The numbers of near ties, of wrong choices, and of all choices that were compared."""
-    reference = Reference(path)
+    reference = reference_of(path)
     verdicts = [reference.judge(text.tokens, range(text.start, text.stop)) for text in texts]
     compared = sum(text.stop - text.start for text in texts)
     return sum(ties for ties, _ in verdicts), sum(wrong for _, wrong in verdicts), compared
