@@ -104,13 +104,14 @@ async def test_a_backward_computes_blocks_once_when_it_is_known_how_long_that_ta
         node = await swarm.start("whole", ALL_BLOCKS)
         _take_time(node.worker, 1e-3, monkeypatch)
         batches: list[Sequence[Pass]] = []
-        run = node.worker._run
+        track = node.worker._track
+        run = track._run
 
         async def note(work: Any) -> Any:
             batches.append(work.passes)
             return await run(work)
 
-        monkeypatch.setattr(node.worker, "_run", note)
+        monkeypatch.setattr(track, "_run", note)
         async with swarm.client() as (router, _):
             client = SwarmPasses(router.finder, Codec.RAW)
             whole_blocks = []
@@ -128,10 +129,10 @@ async def test_a_backward_computes_blocks_once_when_it_is_known_how_long_that_ta
 
 def _take_time(worker: Any, position_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have each batch of passes take this time for each position and block."""
-    run = worker._run
+    run = worker._track._run
 
     async def run_slowly(work: Any) -> Any:
         worker.slower_by_s = position_s * sum(each.positions * len(each.span) for each in work.passes) - FORWARD_S
         return await run(work)
 
-    monkeypatch.setattr(worker, "_run", run_slowly)
+    monkeypatch.setattr(worker._track, "_run", run_slowly)

@@ -156,7 +156,7 @@ async def test_decodes_beside_passes_wait_for_one_part_at_most() -> None:
                     nursery.start_soon(there_and_back, client, seed, [20] * 8)
                 await trio.sleep(10 * DELAY_S)
                 times_s = [await _time_of(partial(dialogue.step, 1)) for _ in range(10)]
-                assert len(node.worker._scheduler._passes), "they are still waiting"
+                assert len(node.worker._track.scheduler._passes), "they are still waiting"
             assert max(times_s) <= alone_s + FORWARD_S + 0.001
 
 
