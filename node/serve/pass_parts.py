@@ -1,4 +1,4 @@
-"""One pass, given to the worker in parts, so that decodes of others go between.
+"""One pass, given to the worker in parts, so that passes of others go between, and decodes where these wait for passes.
 
 A part has some of the sequences, and goes through some blocks: those that there is time for. A backward keeps what goes
 into the blocks of each part. It takes fewer sequences at once if these then go through all blocks in one part: the

@@ -141,9 +141,16 @@ class Held(Protocol):
     def kv_page(self) -> int:
         """KV is reserved in multiples of this many positions."""
 
+    @property
+    def passes_beside(self) -> bool:
+        """Whether passes are computed at the same time as all else."""
+
 
 class Executor(Held, Protocol):
-    """Computes a span for any number of sessions. It blocks. One thread at a time may use it."""
+    """Computes a span for any number of sessions. It blocks. One thread at a time may use it.
+
+    If it has `passes_beside`, another thread may call `run` meanwhile.
+    """
 
     def apply(self, operation: Control) -> bool:
         """Do an operation. False if it is an `Open` or a `Resize`, and there is no KV for it.
@@ -218,7 +225,9 @@ class Worker(Protocol):
 
     @property
     def busy_us(self) -> int:
-        """The time for which executors have computed since the worker began, in microseconds."""
+        """The time for which executors have computed since the worker began, in microseconds. Passes that they compute
+        beside all else count too.
+        """
 
     @property
     def load(self) -> float:
@@ -230,7 +239,7 @@ class Worker(Protocol):
 
     def pass_blocks(self, kind: type[Pass], positions: int, blocks: int) -> int:
         """The blocks, out of `blocks`, that this many `positions` of a pass may go through in one operation now, since
-        nothing else runs meanwhile.
+        others wait meanwhile: for passes beside all else, other passes alone.
         """
 
     def pass_positions(self, kind: type[Pass], blocks: int) -> int:

@@ -67,5 +67,5 @@ async def there_and_back(
 
 def nothing_is_left(swarm: World) -> None:
     for node in swarm.nodes.values():
-        assert not node.worker._track.scheduler._counters._groups._queued
+        assert not node.worker._pass_track.scheduler._counters._groups._queued
         assert not node.server.passes

@@ -104,7 +104,7 @@ async def test_a_backward_computes_blocks_once_when_it_is_known_how_long_that_ta
         node = await swarm.start("whole", ALL_BLOCKS)
         _take_time(node.worker, 1e-3, monkeypatch)
         batches: list[Sequence[Pass]] = []
-        track = node.worker._track
+        track = node.worker._pass_track
         run = track._run
 
         async def note(work: Any) -> Any:
@@ -129,10 +129,10 @@ async def test_a_backward_computes_blocks_once_when_it_is_known_how_long_that_ta
 
 def _take_time(worker: Any, position_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have each batch of passes take this time for each position and block."""
-    run = worker._track._run
+    run = worker._pass_track._run
 
     async def run_slowly(work: Any) -> Any:
         worker.slower_by_s = position_s * sum(each.positions * len(each.span) for each in work.passes) - FORWARD_S
         return await run(work)
 
-    monkeypatch.setattr(worker._track, "_run", run_slowly)
+    monkeypatch.setattr(worker._pass_track, "_run", run_slowly)

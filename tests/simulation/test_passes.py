@@ -100,7 +100,8 @@ async def test_deep_prompts_that_are_large_go_in_several_parts_and_larger_ones_a
 
 @pytest.mark.parametrize("seed", seeds(35, long_run=60))  # the last that takes a new branch is 29
 @simulated
-async def test_they_are_right_to_the_bit_whatever_fails(seed: int) -> None:
+async def test_they_are_right_to_the_bit_whatever_fails(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ExactExecutor, "passes_beside", bool(seed % 2))
     rng = random.Random(seed)
     kinds = [Kill, Stop, Freeze, FailForwards, FailForwards]
     plan = FaultPlan.draw(seed, CAST, Odds(rng.randrange(1, 5), longest_s=LONGEST_OUTAGE_S, kinds=kinds))
@@ -143,21 +144,33 @@ async def test_without_a_server_for_some_blocks_it_ends_in_time() -> None:
             assert trio.current_time() - began_s < 10
 
 
+@pytest.mark.parametrize(("beside", "waits_s"), [(True, 0.0), (False, FORWARD_S)], ids=["beside", "in turn"])
 @simulated
-async def test_decodes_beside_passes_wait_for_one_part_at_most() -> None:
+async def test_decodes_wait_for_no_pass_that_is_computed_beside_them_and_else_for_one_part_at_most(
+    beside: bool, waits_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ExactExecutor, "passes_beside", beside)
     async with world() as swarm:
         node = await swarm.start("one", ALL_BLOCKS)
         async with swarm.client() as (router, _), swarm.session() as (session, _):
             dialogue, client = Dialogue(session, random.Random(1)), SwarmPasses(router.finder, Codec.RAW)
             await dialogue.step(5)
             alone_s = await _time_of(partial(dialogue.step, 1))
+            waiting, times_s = node.worker._pass_track.scheduler._passes, []
+
+            async def train(seed: int) -> None:
+                while True:
+                    await there_and_back(client, seed, [20] * 8)
+
             async with trio.open_nursery() as nursery:
                 for seed in range(4):
-                    nursery.start_soon(there_and_back, client, seed, [20] * 8)
+                    nursery.start_soon(train, seed)
                 await trio.sleep(10 * DELAY_S)
-                times_s = [await _time_of(partial(dialogue.step, 1)) for _ in range(10)]
-                assert len(node.worker._track.scheduler._passes), "they are still waiting"
-            assert max(times_s) <= alone_s + FORWARD_S + 0.001
+                for _ in range(10):
+                    assert len(waiting), "or are computed"
+                    times_s.append(await _time_of(partial(dialogue.step, 1)))
+                nursery.cancel_scope.cancel()
+            assert max(times_s) <= alone_s + waits_s + 0.001
 
 
 async def _time_of(call: Callable[[], object]) -> float:

@@ -31,11 +31,13 @@ if TYPE_CHECKING:
 
     from llmnode.compute.loading import Wanted
     from llmnode.core.model import ModelInfo
-    from llmnode.core.operations import Buffer, Slice
+    from llmnode.core.operations import Buffer, Pass, Slice
     from llmnode.ports import Executor
 
-SEIZE, FAIL, STUMBLE, DIE, HANG = 249, 250, 251, 252, 253
-"""Never let another thread run, raise what torch raises, raise what nobody foresaw, be killed, never answer."""
+MEET, PART, EXIT, SEIZE, FAIL, STUMBLE, DIE, HANG = 246, 247, 248, 249, 250, 251, 252, 253
+"""A pass and a forward meet: the forward begins when the pass has. The pass ends when a forward says that they part.
+End the process, never let another thread run, raise what torch raises, raise what nobody foresaw, be killed, never
+answer."""
 UNKNOWN, ABORT, STUCK, LONG = "unknown", "abort", "stuck", "long"
 """Raise what the user can mend, crash, wait for ever, compute for `LONG_S`."""
 SHORT = "short"
@@ -52,20 +54,49 @@ TOKENS_BESIDE_PID = 100_000
 """KV tokens of a process that takes a share of the memory: these and its process id, which a test can tell apart."""
 
 
+class Meeting:
+    """That of a pass and a forward."""
+
+    def __init__(self) -> None:
+        self.has_begun, self.may_end = threading.Event(), threading.Event()
+
+
 class TroubledExecutor(ExactExecutor):
+    def __init__(self, span: Span, kv_tokens: int, meeting: Meeting) -> None:
+        super().__init__(span, EXACT_ROW, kv_tokens)
+        self._meeting = meeting
+
     def forward(self, slices: Sequence[Slice]) -> Sequence[Buffer]:
         told = {each.hidden[0] for each in slices if not each.first}
-        if SEIZE in told:
-            ctypes.PyDLL(None).pause()  # a call of C that keeps the GIL
-        if HANG in told:
-            signal.pause()
-        if DIE in told:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if FAIL in told:
-            raise RuntimeError("out of memory, as told")
-        if STUMBLE in told:
-            raise KeyError("as told")
+        if MEET in told:
+            self._meeting.has_begun.wait()
+        if PART in told:
+            self._meeting.may_end.set()
+        _obey(told)
         return super().forward(slices)
+
+    def run(self, passes: Sequence[Pass]) -> Sequence[Buffer]:
+        told = {each.hidden[0] for each in passes}
+        self._meeting.has_begun.set()
+        if MEET in told:
+            self._meeting.may_end.wait()
+        _obey(told)
+        return super().run(passes)
+
+
+def _obey(told: set[int]) -> None:
+    if SEIZE in told:
+        ctypes.PyDLL(None).pause()  # a call of C that keeps the GIL
+    if HANG in told:
+        signal.pause()
+    if DIE in told:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if EXIT in told:
+        raise SystemExit("as told")
+    if FAIL in told:
+        raise RuntimeError("out of memory, as told")
+    if STUMBLE in told:
+        raise KeyError("as told")
 
 
 class LastingExecutor(TroubledExecutor):
@@ -77,6 +108,7 @@ class TroubledLoader:
     def __init__(self, wanted: Wanted, report: Callable[[str], None]) -> None:
         self._wanted = wanted
         self._report = report
+        self.meeting = Meeting()
 
     def open_model(self) -> ModelInfo:
         if self._wanted.model == UNKNOWN:
@@ -108,7 +140,7 @@ class TroubledLoader:
         kv_tokens = self._wanted.kv_tokens
         if self._wanted.kv_memory is not None and not self._wanted.is_announced:
             kv_tokens = TOKENS_BESIDE_PID + os.getpid()
-        executor: Any = TroubledExecutor(span, EXACT_ROW, kv_tokens)
+        executor: Any = TroubledExecutor(span, kv_tokens, self.meeting)
         return Loaded(executor, tensor_bytes=12)
 
     def load_beside(self, span: Span, held: Executor, kv_tokens: int) -> Loaded | None:
@@ -126,7 +158,7 @@ class TroubledLoader:
             threading.Event().wait()
         self._report(f"{sys.getswitchinterval():g}" if self._wanted.model == SWITCHES else "loading beside")
         made = LastingExecutor if self._wanted.model == LASTING else TroubledExecutor
-        executor: Any = made(span, EXACT_ROW, kv_tokens)
+        executor: Any = made(span, kv_tokens, self.meeting)
         return Loaded(executor, tensor_bytes=24)
 
     def _is_short(self) -> bool:

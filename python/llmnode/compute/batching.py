@@ -1,6 +1,6 @@
 """The `Worker` port: the operations of all sessions, done in batches by one executor. Torch-free; it is given `run`.
 
-The batches are those of a `Track` (`track.py`).
+An executor that computes passes beside all else has a track of batches for them (`track.py`). Else all go by one.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 import trio
 
-from llmnode.compute.track import ControlCall, ForwardCall, Track, PassCall
+from llmnode.compute.track import ControlCall, ForwardCall, PassCall, Track
 from llmnode.core.operations import Backward, Close, Evaluate, Forward, Open, Truncate
 from llmnode.core.policy import BatchPolicy
 from llmnode.core.serving.load_average import LoadAverage
@@ -41,6 +41,8 @@ class BatchingWorker:
         self._clock = clock
         self._policy = policy or BatchPolicy()
         self._track = Track(run, clock, self._policy)
+        """That of sessions and adapters."""
+        self._pass_track = Track(run, clock, self._policy) if held.passes_beside else self._track
         self._load = LoadAverage()
 
     @property
@@ -57,7 +59,8 @@ class BatchingWorker:
 
     @property
     def busy_us(self) -> int:
-        return int(1e6 * self._track.busy_s)
+        tracks = {self._track, self._pass_track}
+        return int(1e6 * sum(each.busy_s for each in tracks))
 
     @property
     def load(self) -> float:
@@ -68,12 +71,12 @@ class BatchingWorker:
         return self._track.scheduler.seen
 
     def pass_blocks(self, kind: type[Pass], positions: int, blocks: int) -> int:
-        track = self._track
+        track = self._pass_track
         return track.pass_times.blocks(kind, positions, blocks, track.scheduler.pass_s(self._clock()))
 
     def pass_positions(self, kind: type[Pass], blocks: int) -> int:
-        time_s = self._track.scheduler.pass_s(self._clock())
-        return self._track.pass_times.positions(kind, self._policy.pass_positions, blocks, time_s)
+        time_s = self._pass_track.scheduler.pass_s(self._clock())
+        return self._pass_track.pass_times.positions(kind, self._policy.pass_positions, blocks, time_s)
 
     async def do(self, operation: Operation[Result]) -> Result:
         return cast("Result", await self._do(cast("Forward | Pass | Control", operation)))
@@ -132,7 +135,7 @@ class BatchingWorker:
 
     async def _pass(self, operation: Pass) -> Computed:
         call = PassCall(asked_s=self._clock())
-        track = self._track
+        track = self._pass_track
         await track.until_done(track.scheduler.add(operation, call.asked_s), call)
         self._load.note(call.ended_s - call.asked_s, call.ended_s)
         return call.computed()

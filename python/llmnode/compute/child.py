@@ -1,7 +1,9 @@
-"""A worker's own process: `python -m llmnode.compute.child SOCKET LOADS REQUESTS RESULTS`, by `worker_process.py`.
+"""A worker's own process: `python -m llmnode.compute.child`, by `worker_process.py`. Its arguments are open files.
 
 It does what the node asks over the first socket, one thing after another, and ends with the node, however that ends.
-A thread does the loads that it asks for over the second one while an executor works.
+A thread of lower priority computes the passes that it asks for over the second one, and another does the loads that it
+asks for over the third, while an executor works. The other files are the memory for requests and results: two of the
+first socket, two of the second.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import sys
 import threading
 import time
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from llmnode.compute.loading import SpanLoader, Wanted
 from llmnode.compute.shared import SharedMemory
@@ -55,7 +57,11 @@ if TYPE_CHECKING:
 
 RECEIVE_BYTES = 1 << 16
 SWITCH_S = 0.0005
-"""The thread that loads must not keep a batch waiting for longer than this, and it is for Python's lock often."""
+"""The threads that load and compute passes must not keep a batch waiting for longer than this, and it is for Python's
+lock often."""
+NICER = 5
+"""On Linux the thread of passes has a third of the processor time of other threads that want it too. If it had much
+less, it would not let go of Python's lock for long once another program keeps it from running."""
 
 log = logging.getLogger(__name__)
 
@@ -67,9 +73,11 @@ def serve_node(make_loader: MakeLoader) -> NoReturn:
     _end_with_node()
     sys.stderr = VisibleStream(sys.stderr)
     log_to(logging.StreamHandler(), logging.WARNING, "llmnode: %(message)s")
-    node, loads, requests, results = map(int, sys.argv[1:])
-    sockets = socket.socket(fileno=node), socket.socket(fileno=loads)
-    _Child(*sockets, SharedMemory(requests), SharedMemory(results), make_loader).run()
+    node, passes, loads, *memory = map(int, sys.argv[1:])
+    requests, results, pass_requests, pass_results = map(SharedMemory, memory)
+    way = _Way(socket.socket(fileno=node), requests, results)
+    way_of_passes = _Way(socket.socket(fileno=passes), pass_requests, pass_results)
+    _Child(way, way_of_passes, socket.socket(fileno=loads), make_loader).run()
     os._exit(0)  # a load that nobody waits for is not waited for
 
 
@@ -96,18 +104,17 @@ def _wait_for_end() -> NoReturn:
     os._exit(0)
 
 
+class _Way(NamedTuple):
+    """The way of batches from the node and back."""
+
+    node: socket.socket
+    requests: SharedMemory
+    results: SharedMemory
+
+
 class _Child:
-    def __init__(
-        self,
-        node: socket.socket,
-        loads: socket.socket,
-        requests: SharedMemory,
-        results: SharedMemory,
-        make_loader: MakeLoader,
-    ) -> None:
-        self._node, self._loads = node, loads
-        self._requests = requests
-        self._results = results
+    def __init__(self, way: _Way, way_of_passes: _Way, loads: socket.socket, make_loader: MakeLoader) -> None:
+        self._way, self._way_of_passes, self._loads = way, way_of_passes, loads
         self._make_loader = make_loader
         self._loader: Loader | None = None
         self._executors: dict[int, Executor] = {}
@@ -122,11 +129,24 @@ class _Child:
         self._send(HELLO)
         sys.setswitchinterval(SWITCH_S)
         threading.Thread(target=self._load_beside, daemon=True).start()
-        for word, *arguments in _messages(self._node):
+        threading.Thread(target=self._compute_passes, daemon=True).start()
+        for word, *arguments in _messages(self._way.node):
             if word == WORK:
-                self._work(*arguments)
+                self._send(ANSWER, self._worked(self._way, *arguments))
             else:
                 self._send(*self._answer(word, arguments))
+
+    def _compute_passes(self) -> None:
+        """The life of the thread that computes passes beside all else."""
+        if sys.platform == "linux":  # elsewhere it would be the priority of the process
+            os.nice(NICER)
+        way = self._way_of_passes
+        try:
+            for _word, *message in _messages(way.node):
+                way.node.sendall(pack_message(ANSWER, self._worked(way, *message)))
+        except BaseException as error:
+            log.critical("in the worker process", exc_info=error)
+            os._exit(1)  # as it would in the first thread: else the node would wait for an answer
 
     def _load_beside(self) -> None:
         """The life of the thread that loads while another executor works."""
@@ -152,7 +172,8 @@ class _Child:
             if number not in self._unwanted:
                 self._executors[number] = loaded.executor
         executor = loaded.executor
-        return [loaded.tensor_bytes, executor.kv_tokens_free(), executor.kv_page, loaded.position_bytes]
+        held = executor.kv_tokens_free(), executor.kv_page, loaded.position_bytes, executor.passes_beside
+        return [loaded.tensor_bytes, *held]
 
     def _drop(self, number: int) -> None:
         with self._one_change:
@@ -173,7 +194,7 @@ class _Child:
             self._loads.sendall(pack_message(SAID, number, line))
 
     def _send(self, *message: Any) -> None:  # Any: what msgpack can hold
-        self._node.sendall(pack_message(*message))
+        self._way.node.sendall(pack_message(*message))
 
     def _answer(self, word: str, arguments: Message) -> Message:
         try:
@@ -195,16 +216,17 @@ class _Child:
         number, start, end = arguments
         return self._hold(number, self._loader.load(Span(start, end)))
 
-    def _work(self, *message: Any) -> None:  # Any: what `put_work` gives, and the sizes of what goes and comes
+    def _worked(self, way: _Way, *message: Any) -> Message:  # Any: what `put_work` gives, and the sizes of both ways
+        """The answer to a batch. When it is sent, this thread has let go of the executor, which may be dropped then."""
         number, *packed, asked_bytes, given_bytes = message
         executor = self._executors[number]
-        work = take_work(packed, self._requests.view(asked_bytes))
+        work = take_work(packed, way.requests.view(asked_bytes))
         began_s = time.perf_counter()
         done = do(executor, work)
         took_s = time.perf_counter() - began_s
         _log_unforeseen(done)
-        answer = put_done(done, self._results.view(given_bytes))
-        self._send(ANSWER, [*answer, took_s, executor.kv_tokens_free()])
+        answer = put_done(done, way.results.view(given_bytes))
+        return [*answer, took_s, executor.kv_tokens_free()]
 
 
 class _Unwanted(Exception):

@@ -68,6 +68,7 @@ class SpanExecutor:
         self._device = torch.device(device)
         self._hidden_size = hidden_size
         self.kv_page = 1
+        self.passes_beside = False
         self._kv_tokens_free = kv_tokens
         self._kv = kv or KVForm()
         self._sequences: dict[SessionId, _Sequence] = {}

@@ -120,7 +120,7 @@ class ProcessLoader:
                 with trio.CancelScope(shield=True):
                     await process.drop(number)
 
-    def _has(self, process: WorkerProcess, span: Span, loaded: tuple[int, int, int, int]) -> BatchingWorker:
+    def _has(self, process: WorkerProcess, span: Span, loaded: tuple[int, int, int, int, bool]) -> BatchingWorker:
         assert self._model is not None
         held = HeldSpan(process, self._number, span, loaded, self._model.row_bytes)
         self.tensor_bytes, self.position_bytes = held.tensor_bytes, held.position_bytes

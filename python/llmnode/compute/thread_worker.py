@@ -1,4 +1,4 @@
-"""Runs torch off the event loop, one call at a time, or a batch."""
+"""Runs torch off the event loop, one call at a time, or a batch; passes beside all else, where the executor can."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ class ThreadLoader:
         self._loader = loader
         self._one_load = trio.CapacityLimiter(1)
         """Also while nobody waits for it any more."""
-        self._thread = ComputeThread()
+        self._threads = ComputeThread(), ComputeThread()
+        """The second one is for passes."""
         self._workers: dict[ThreadWorker, Loaded] = {}
 
     async def open_model(self) -> ModelInfo:
@@ -78,7 +79,7 @@ class ThreadLoader:
 
     def _has(self, loaded: Loaded) -> ThreadWorker:
         self.tensor_bytes, self.position_bytes = loaded.tensor_bytes, loaded.position_bytes
-        worker = ThreadWorker(loaded.executor, thread=self._thread)
+        worker = ThreadWorker(loaded.executor, threads=self._threads)
         self._workers[worker] = loaded
         return worker
 
@@ -113,10 +114,14 @@ class ThreadWorker(BatchingWorker):
     """The `Worker` port: an executor in a thread of this process, one hop to it and back for each batch."""
 
     def __init__(
-        self, executor: Executor, policy: BatchPolicy | None = None, *, thread: ComputeThread | None = None
+        self,
+        executor: Executor,
+        policy: BatchPolicy | None = None,
+        *,
+        threads: tuple[ComputeThread, ComputeThread] | None = None,
     ) -> None:
-        """`thread` is one that workers share: they compute in turn."""
-        self._thread = _ExecutorThread(executor, thread or ComputeThread())
+        """`threads` are those that workers share, which compute in turn: the second one is for passes."""
+        self._thread = _ExecutorThread(executor, *(threads or (ComputeThread(), ComputeThread())))
         super().__init__(self._thread, self._thread.run, time.perf_counter, policy)
 
     async def drop(self) -> None:
@@ -125,32 +130,34 @@ class ThreadWorker(BatchingWorker):
 
 
 class _ExecutorThread:
-    """The thread of an executor. It is the `Held` port of the executor until that is dropped."""
+    """The threads of an executor. They are the `Held` port of the executor until that is dropped."""
 
-    def __init__(self, executor: Executor, thread: ComputeThread) -> None:
-        self.span, self.kv_page = executor.span, executor.kv_page
+    def __init__(self, executor: Executor, thread: ComputeThread, of_passes: ComputeThread) -> None:
+        self.span, self.kv_page, self.passes_beside = executor.span, executor.kv_page, executor.passes_beside
         self._executor: Executor | None = executor
         self._thread = thread
+        self._of_passes = of_passes if executor.passes_beside else thread
 
     def kv_tokens_free(self) -> int:
         return 0 if self._executor is None else self._executor.kv_tokens_free()
 
     async def run(self, work: Work) -> tuple[Done, float, float]:
         with trio.CancelScope(shield=True):
-            done = await self._thread.run(partial(self._run, work))
+            done = await (self._of_passes if work.passes else self._thread).run(partial(self._run, work))
         return done
 
     def _run(self, work: Work) -> tuple[Done, float, float]:
         began_s = time.perf_counter()
-        if self._executor is None:
+        if (executor := self._executor) is None:
             return failed(work, WorkerLost("this server serves other blocks now")), began_s, began_s
-        done = do(self._executor, work)
+        done = do(executor, work)
         return done, began_s, time.perf_counter()
 
     async def drop(self) -> None:
-        """Drop the executor between two batches."""
+        """Drop the executor, when a batch and a pass that run are over."""
 
         def drop() -> None:
             self._executor = None
 
         await self._thread.run(drop)
+        await self._of_passes.run(drop)

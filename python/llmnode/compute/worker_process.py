@@ -1,6 +1,7 @@
 """One life of a worker's own process, as the node sees it. It may be lost.
 
-It does one thing at a time, but for one load beside the executor that it has. Then it has two, which take turns.
+It does one thing at a time, but for passes, and for one load beside the executor that it has. Then it has two, which
+take turns.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,28 +50,35 @@ if TYPE_CHECKING:
 COMMAND = (sys.executable, "-P", "-m", "llmnode.compute.child")
 
 
+class _Way:
+    """A way to the executors of the process and back: `talk` is about one batch after another."""
+
+    def __init__(self, talk: Conversation, requests: SharedMemory, results: SharedMemory) -> None:
+        self.talk, self.requests, self.results = talk, requests, results
+        self.turn = trio.Semaphore(1)
+        """To have it do something: its executors come one after the other."""
+
+    def close(self) -> None:
+        self.talk.close()
+        self.requests.close()
+        self.results.close()
+
+
 class WorkerProcess:
     """One life of a worker's process. Made by `start_process`. Always `end` it."""
 
     def __init__(
-        self,
-        process: trio.Process,
-        talks: tuple[Conversation, Conversation],
-        memory: tuple[SharedMemory, SharedMemory],
-        policy: WorkerPolicy,
+        self, process: trio.Process, way: _Way, way_of_passes: _Way, loads: Conversation, policy: WorkerPolicy
     ) -> None:
-        """`talks` are about work and about loads beside it, and `memory` is for requests and results."""
+        """`loads` is the conversation about loads beside work. `way_of_passes` has the passes beside all else."""
         self._process = process
-        self._talk, self._loads = talks
-        self._requests, self._results = memory
+        self._way, self._way_of_passes, self._loads = way, way_of_passes, loads
         self._policy = policy
         self._why = ""
         """It was ended, if by us."""
         self._is_closing = False
         """It was killed, and is asked for nothing more. Whether it still runs is a question to the system, which takes
         time: batches hear of its end from the conversation."""
-        self._turn = trio.Semaphore(1)
-        """To have it do something: its executors come one after the other."""
 
     @property
     def pid(self) -> int:
@@ -82,7 +91,7 @@ class WorkerProcess:
     async def say_hello(self) -> None:
         """Until it has started. Raises WorkerLost."""
         with trio.move_on_after(self._policy.hello_s):
-            (word,) = await self._receive(self._talk)
+            (word,) = await self._receive(self._way.talk)
             assert word == HELLO
             return
         self.kill(f"has not started in {self._policy.hello_s:g} s")
@@ -93,8 +102,8 @@ class WorkerProcess:
 
         `report` gets each line of the process, and a line from time to time while it works.
         """
-        await self._send(self._talk, pack_message(word, *arguments))
-        return await self._answer(self._talk, report)
+        await self._send(self._way.talk, pack_message(word, *arguments))
+        return await self._answer(self._way.talk, report)
 
     async def load_beside(self, number: int, *arguments: Any, report: Callable[[str], None]) -> Any:
         """Ask for a load, of that `number`, while work goes on. `arguments` are those of LOAD_BESIDE.
@@ -132,21 +141,18 @@ class WorkerProcess:
             )
 
     async def drop(self, number: int) -> None:
-        """Drop an executor, between two batches, or have a load given up. Does nothing once the process is lost.
+        """Drop an executor, while no batch and no pass runs, or have a load given up. Does nothing once the process is
+        lost.
 
-        A process that does not answer in time has crashed, as in a batch.
+        One that does not answer in time has crashed, as in a batch.
         """
-        await self._turn.acquire()
-        try:
-            with trio.move_on_after(self._policy.answer_s):
-                await self._send(self._talk, pack_message(DROP, number))
-                await self._receive(self._talk)
-                return
-            self.kill(self._is_late)
-        except WorkerLost:
-            return
-        finally:
-            self._turn.release()
+        async with self._way_of_passes.turn, self._way.turn:
+            with suppress(WorkerLost):
+                with trio.move_on_after(self._policy.answer_s):
+                    await self._send(self._way.talk, pack_message(DROP, number))
+                    await self._receive(self._way.talk)
+                    return
+                self.kill(self._is_late)
 
     def run(self, held: HeldSpan, work: Work) -> Awaitable[tuple[Done, float, float]]:
         """Have a batch done, which begins now unless another executor of the process works.
@@ -154,45 +160,48 @@ class WorkerProcess:
         Its begin and end are by `time.perf_counter`, without the time of the way back. The awaitable is shielded, and
         raises nothing: if the process is lost, all of the batch has failed.
         """
+        way = self._way_of_passes if work.passes and held.passes_beside else self._way
         try:
-            self._turn.acquire_nowait()
+            way.turn.acquire_nowait()
         except trio.WouldBlock:
-            return self._run_in_turn(held, work)
-        return self._run(held, work)
+            return self._run_in_turn(way, held, work)
+        return self._run(way, held, work)
 
-    async def _run_in_turn(self, held: HeldSpan, work: Work) -> tuple[Done, float, float]:
+    async def _run_in_turn(self, way: _Way, held: HeldSpan, work: Work) -> tuple[Done, float, float]:
         with trio.CancelScope(shield=True):
-            await self._turn.acquire()
-        return await self._run(held, work)
+            await way.turn.acquire()
+        return await self._run(way, held, work)
 
-    def _run(self, held: HeldSpan, work: Work) -> Awaitable[tuple[Done, float, float]]:
+    def _run(self, way: _Way, held: HeldSpan, work: Work) -> Awaitable[tuple[Done, float, float]]:
         try:
             asked_bytes = input_bytes(work)
             given_bytes = output_bytes(work, held.row_bytes)
             if self._is_closing:
-                return self._finish(held, work, memoryview(b""), given_bytes)
-            self._requests.grow(asked_bytes)
-            self._results.grow(given_bytes)
-            put = put_work(work, self._requests.view(asked_bytes))
+                return self._finish(way, held, work, memoryview(b""), given_bytes)
+            way.requests.grow(asked_bytes)
+            way.results.grow(given_bytes)
+            put = put_work(work, way.requests.view(asked_bytes))
             message = pack_message(WORK, held.number, *put, asked_bytes, given_bytes)
-            return self._finish(held, work, self._talk.send_some(message), given_bytes)
+            return self._finish(way, held, work, way.talk.send_some(message), given_bytes)
         except (OSError, MemoryError) as error:
-            self._turn.release()
+            way.turn.release()
             return _failed(work, MemoryError(f"no memory to hand work over in: {error}"))
         except BaseException:
-            self._turn.release()
+            way.turn.release()
             raise
 
     async def _finish(
-        self, held: HeldSpan, work: Work, unsent: memoryview, given_bytes: int
+        self, way: _Way, held: HeldSpan, work: Work, unsent: memoryview, given_bytes: int
     ) -> tuple[Done, float, float]:
         try:
             with trio.move_on_after(self._policy.answer_s, shield=True):
                 if self._is_closing:
                     raise await self._lost()
-                await self._send(self._talk, unsent)
-                _word, (*given, took_s, held.free) = await self._receive(self._talk)
-                done = take_done(given, self._results.view(given_bytes))
+                await self._send(way.talk, unsent)
+                _word, (*given, took_s, free) = await self._receive(way.talk)
+                if way is self._way:  # a pass changes no KV, and may have begun before other work that has
+                    held.free = free
+                done = take_done(given, way.results.view(given_bytes))
                 ended_s = time.perf_counter()
                 return done, ended_s - took_s, ended_s
             self.kill(self._is_late)
@@ -201,7 +210,7 @@ class WorkerProcess:
         except WorkerLost as error:
             lost = error
         finally:
-            self._turn.release()
+            way.turn.release()
         return await _failed(work, lost)
 
     async def wait_lost(self) -> WorkerLost:
@@ -226,10 +235,8 @@ class WorkerProcess:
             await self._process.wait()
             assert self._process.stdin is not None
             await self._process.stdin.aclose()
-        for talk in (self._talk, self._loads):
-            talk.close()
-        self._requests.close()
-        self._results.close()
+        for each in (self._way, self._way_of_passes, self._loads):
+            each.close()
 
     def _effort(self) -> Effort:
         try:
@@ -267,11 +274,11 @@ class HeldSpan:
     """The `Held` port of one executor in the process."""
 
     def __init__(
-        self, process: WorkerProcess, number: int, span: Span, loaded: tuple[int, int, int, int], row_bytes: int
+        self, process: WorkerProcess, number: int, span: Span, loaded: tuple[int, int, int, int, bool], row_bytes: int
     ) -> None:
         """`loaded` is what the process says of it, and `row_bytes` the size of a position's hidden state."""
         self.number, self.span, self.row_bytes = number, span, row_bytes
-        self.tensor_bytes, self.free, self.kv_page, self.position_bytes = loaded
+        self.tensor_bytes, self.free, self.kv_page, self.position_bytes, self.passes_beside = loaded
         self.is_dropped = False
         self._process = process
 
@@ -293,18 +300,19 @@ def can_start() -> bool:
 
 async def start_process(command: Sequence[str], policy: WorkerPolicy) -> WorkerProcess:
     """It has yet to `say_hello`. Raises WorkerLost if the system has no memory for one more process."""
-    (ours, theirs), (our_loads, their_loads) = socket.socketpair(), socket.socketpair()
-    memory = make_shared_memory(), make_shared_memory()
+    ours, theirs = zip(*(socket.socketpair() for _ in range(3)), strict=True)
+    memory = [make_shared_memory() for _ in range(4)]
     try:
-        process = await _open(command, theirs.fileno(), their_loads.fileno(), *(each.file for each in memory))
+        process = await _open(command, *(each.fileno() for each in theirs), *(each.file for each in memory))
     except OSError as error:
-        for each in (ours, our_loads, *memory):
+        for each in (*ours, *memory):
             each.close()
         raise WorkerLost(f"a worker process cannot be started: {error}") from error
     finally:
-        theirs.close()
-        their_loads.close()
-    return WorkerProcess(process, (Conversation(ours), Conversation(our_loads)), memory, policy)
+        for end in theirs:
+            end.close()
+    talk, of_passes, loads = map(Conversation, ours)
+    return WorkerProcess(process, _Way(talk, *memory[:2]), _Way(of_passes, *memory[2:]), loads, policy)
 
 
 async def _failed(work: Work, error: Exception) -> tuple[Done, float, float]:

@@ -211,6 +211,8 @@ class ExactExecutor:
     to fail. `forks` has the positions that each fork copied, from and to.
     """
 
+    passes_beside = True
+
     def __init__(self, span: Span, row_bytes: int, kv_tokens: int) -> None:
         self.span = span
         self.fails = 0

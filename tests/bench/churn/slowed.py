@@ -44,7 +44,7 @@ class SlowedExecutor:
     """The `Executor` port over a real one. Each block of a forward takes `slower_s` more."""
 
     def __init__(self, real: Executor, slower_s: float) -> None:
-        self.span, self.kv_page = real.span, real.kv_page
+        self.span, self.kv_page, self.passes_beside = real.span, real.kv_page, real.passes_beside
         self.real = real
         self._slower_s = slower_s
         self._spans: dict[SessionId, Span] = {}

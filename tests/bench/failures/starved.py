@@ -34,7 +34,7 @@ class StarvedExecutor:
     """The `Executor` port over a `real` one. During a shortage it has no memory for a forward."""
 
     def __init__(self, real: Executor, shortage: Shortage) -> None:
-        self.span, self.kv_page = real.span, real.kv_page
+        self.span, self.kv_page, self.passes_beside = real.span, real.kv_page, real.passes_beside
         self._real = real
         self._shortage = shortage
 

@@ -33,7 +33,7 @@ class ChargedExecutor:
 
     def __init__(self, real: Executor, block_s: float = BLOCK_S) -> None:
         """One text's step through a block takes `block_s`."""
-        self.span, self.kv_page = real.span, real.kv_page
+        self.span, self.kv_page, self.passes_beside = real.span, real.kv_page, real.passes_beside
         self._block_s = block_s
         self.real = real
         self._spans: dict[SessionId, Span] = {}

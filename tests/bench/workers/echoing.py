@@ -27,6 +27,7 @@ class EchoExecutor:
 
     span = Span(0, ECHO.blocks)
     kv_page = 1
+    passes_beside = False
 
     def kv_tokens_free(self) -> int:
         return KV_TOKENS

@@ -268,7 +268,7 @@ def test_passes_need_no_session_and_only_one_that_fails_fails() -> None:
                 for _ in range(5):
                     nursery.start_soon(ask)
         assert sorted(failed) == [False] * 4 + [True]
-        counters = worker._track.scheduler._counters
+        counters = worker._pass_track.scheduler._counters
         for each in (counters._groups, *counters._within.values()):
             assert not each._queued and set(each._gone) == set(each.given), "it may be forgotten"
 

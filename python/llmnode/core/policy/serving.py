@@ -42,7 +42,7 @@ class BatchPolicy:
     most_prefill: int = 512
     """More positions gain nothing on any device that we know, and need memory."""
     pass_positions: int = 256
-    """Sequences of a pass go together up to this many positions. More gain nothing on a CPU, and decodes would wait."""
+    """Sequences of a pass go together up to this many positions. More gain nothing on a CPU, and others would wait."""
     gather_share: float = 0.85
     """Sessions that decode in step wait for each other if their absence is shorter than this share of the fixed cost of
     a forward, which a shared forward saves. The fixed cost is what a forward of decodes takes without the part that

@@ -1,8 +1,8 @@
 """The passes that wait for an executor: forwards and backwards without a session, which train.
 
 Clients take turns, and the passes of one client come one after another.
-They are computed in batches of their own: while no forward is ready, and otherwise in turn with batches of forwards.
-Their callers cut them short, since a decode that comes meanwhile waits for the pass.
+They are computed in batches of their own. Executors that do one thing at a time compute them while no forward is ready,
+and otherwise in turn with batches of forwards. Their callers cut them short, since others wait meanwhile.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@ Scheduling for LLM Serving with Layered Prefill, 2025).
 Before a batch the scheduler waits for clients that decode in step with the others (`core/serving/decode_gather.py`).
 
 Address groups share the executor, and within them their clients (`core/serving/client_counters.py`). Passes, which
-train, wait in a queue of their own (`core/serving/pass_queue.py`).
+train, wait in a queue of their own (`core/serving/pass_queue.py`). Where the executor computes them beside all else,
+they have a scheduler of their own too.
 """
 
 from __future__ import annotations
@@ -135,7 +136,10 @@ class Scheduler:
         return bool(self._forwards or self._passes)
 
     def pass_s(self, now_s: float) -> float | None:
-        """The time that one pass may take: a decode that comes meanwhile waits for it. None if that is not known."""
+        """The time that one pass may take: a decode that comes meanwhile waits for it. None if that is not known.
+
+        Where passes have a scheduler of their own, no decode is known here, and other passes alone wait.
+        """
         if not self._is_decoding(now_s) and not any(each.lane.is_decode for each in self._forwards.values()):
             return self._policy.prefill_s
         return (self._policy.stretch - 1) * self._cost.decode_s or None
