@@ -68,7 +68,8 @@ class SpanExecutor:
         self._device = torch.device(device)
         self._hidden_size = hidden_size
         self.kv_page = 1
-        self.passes_beside = False
+        self.passes_beside = model.native is not None
+        """Models with blocks in Rust are on a CPU, and keep nothing from one forward to the next."""
         self._kv_tokens_free = kv_tokens
         self._kv = kv or KVForm()
         self._sequences: dict[SessionId, _Sequence] = {}

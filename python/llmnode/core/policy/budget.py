@@ -35,6 +35,9 @@ class BudgetPolicy:
     """A worker keeps this much of the graphs of blocks while it computes a backward, beside `memory_bytes`. The graphs
     of 15 blocks of SmolLM2-135M for 128 positions take 69 MiB, and 98 with LoRA in all layers. Blocks whose graphs are
     not kept are computed twice."""
+    beside_bytes: int = 64 << 20
+    """On a CPU a worker computes forwards beside such a backward, with this much for what lies between their products.
+    512 positions of SmolLM2-135M take some 30 MiB, and those of a model of 7 billion weights 120."""
     window_share: float = 0.25
     """The share of it that others may send ahead of our reading, beyond `stream_bytes` for each stream."""
     push_share: float = 0.375
