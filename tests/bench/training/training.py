@@ -51,8 +51,8 @@ SERVERS = 2
 RANKS = (8, 4, 16, 2, 12, 6, 24, 3)
 """The rank of each client."""
 LARGE_ADAPTER = Adapter(16, ALL_LAYERS)
-PROMPT_TOKENS, POSITIONS = 32, 1024
-"""Those of the session that decodes: before it begins, and in all."""
+PROMPT_TOKENS, POSITIONS = 32, 4096
+"""Those of the session that decodes: before it begins, and at most in all. It decodes while a client trains."""
 MIB = 1 << 20
 
 
