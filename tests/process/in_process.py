@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+INTERRUPTED = 130
+"""The exit status of a program that Ctrl-C has ended."""
+
+
 def llmnode(*arguments: str) -> CompletedProcess[str]:
     """Runs the command line `llmnode ARGUMENTS`; a benchmark, too."""
     with patch.object(commands.bench, "start", _become_the_benchmark):
@@ -64,6 +68,8 @@ def _completed(command: list[str], run: Callable[[], int]) -> CompletedProcess[s
         except Exception:  # noqa: BLE001 - so does Python with an error that nobody catches
             traceback.print_exc()
             status = 1
+        if status == INTERRUPTED:
+            raise KeyboardInterrupt("it was meant for all tests")
         return CompletedProcess(command, status, out.getvalue().decode(), err.getvalue().decode())
 
 

@@ -38,7 +38,7 @@ async def until(condition: Callable[[], bool], within_s: float) -> None:
             await trio.sleep(0.1)
 
 
-@pytest.mark.parametrize("seed", seeds(1, long_run=2))  # no other branch is in the second
+@pytest.mark.parametrize("seed", seeds(1, long_run=2))  # the second takes one more branch, of a link that ends
 @simulated
 async def test_a_hundred_nodes_hear_of_a_new_one_in_ten_seconds_and_of_a_death_in_sixty(seed: int) -> None:
     async with open_world(seed, conditions=FAR) as swarm:
