@@ -168,6 +168,14 @@ class ShapingProxy:
         self._target = target
         self._aimed.set()
 
+    def shape_of(self, host: str) -> Shape:
+        """The shape of connections from this `host`, of which there are none yet if it has no shape of its own.
+
+        A connection keeps its shape for life.
+        """
+        assert host in self.shapes or not self._connections, "shape the links from a host before there are any"
+        return self.shapes.setdefault(host, Shape())
+
     def reset(self) -> int:
         """Break every connection, so that both ends notice. Returns their number."""
         for scope in self._connections:
@@ -310,7 +318,7 @@ async def _main(count: int, clock: PreciseClock) -> None:
 def _obey(proxy: ShapingProxy, order: dict[str, Any]) -> dict[str, Any]:  # Any: JSON
     if "target" in order:
         proxy.aim(tuple(order["target"]))
-    shape = proxy.shapes.setdefault(order["host"], Shape()) if "host" in order else proxy.shape
+    shape = proxy.shape_of(order["host"]) if "host" in order else proxy.shape
     for value in ("one_way_s", "bytes_per_s", "back_bytes_per_s"):
         setattr(shape, value, order.get(value, getattr(shape, value)))
     if "cut" in order:

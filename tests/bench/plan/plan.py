@@ -192,6 +192,7 @@ async def _measure_fleet(
     fleet = FLEETS[number]
     quiet = Path(stack.enter_context(TemporaryDirectory())) / "quiet"
     proxies = stack.enter_context(open_proxies(len(fleet)))
+    topologies[0].shape(proxies)  # before there are any links: each keeps the shape of its host
     rig = _Rig(options, parts, await start_fleet(stack, proxies, fleet, quiet), proxies, quiet)
     results = []
     for each in topologies:
