@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from llmnode.core.links.packing import usual_share
 from llmnode.core.many_sessions import RouteSessions, SharedServer, many_sessions_tokens_per_s
 from llmnode.core.peers.standing import OwnUse, Standing, candidate_of, settled_costs, unmeasured_as_slow
 from llmnode.core.peers.ways import believed_ways
@@ -232,16 +233,22 @@ def forecast_route(
     for former, hop in zip((None, *route), route, strict=False):
         by_client_s = half_s[hop.peer] + (half_s[former.peer] if former is not None else 0.0)
         way_s = by_client_s if former is None else ways.get((former.peer, hop.peer), by_client_s)
-        send_s = upload_s if former is None else said[former.peer].said_upload_s
+        unpacked_s = upload_s if former is None else said[former.peer].said_upload_s
+        send_s, prompt_send_s = (_send_s(model, each, unpacked_s) for each in (1, prompt_tokens))
         compute_s = len(hop.span) * said[hop.peer].said_block_s
         prompt_s = len(hop.span) * _prompt_block_s(announced[hop.peer], said[hop.peer].said_block_s, prompt_tokens)
-        hops.append(HopForecast(hop, way_s, send_s, compute_s, prompt_tokens * send_s, prompt_s))
+        hops.append(HopForecast(hop, way_s, send_s, compute_s, prompt_send_s, prompt_s))
     last = route[-1].peer
-    open_s = 2 * max(2 * each for each in half_s.values())  # OPEN, and NEIGHBOURS, at all hops at once
-    back_s = said[last].said_upload_s
-    return SessionForecast(
-        tuple(hops), half_s[last] + back_s, prompt_tokens * back_s, client.token_s, open_s, prompt_tokens
-    )
+    open_s = max(2 * each for each in half_s.values())  # at all hops at once
+    back_s, prompt_back_s = (_send_s(model, each, said[last].said_upload_s) for each in (1, prompt_tokens))
+    return SessionForecast(tuple(hops), half_s[last] + back_s, prompt_back_s, client.token_s, open_s, prompt_tokens)
+
+
+def _send_s(model: ModelInfo, positions: int, unpacked_s: float) -> float:
+    """Sending this number of positions, of which one takes `unpacked_s` as it is, and less on a link that packs it."""
+    if not unpacked_s:
+        return 0.0
+    return positions * unpacked_s * usual_share(model.precision.dtype, positions, model.row_bytes / unpacked_s)
 
 
 def _prompt_block_s(offer: Offer, block_s: float, prompt_tokens: int) -> float:

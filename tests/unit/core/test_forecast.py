@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from llmnode.core.announcement import Announcement, Offer, PeerState
 from llmnode.core.forecast import ClientPlace, forecast, forecast_session
 from llmnode.core.ids import PeerId
-from llmnode.core.model import ModelInfo
+from llmnode.core.model import ModelInfo, Precision
 from llmnode.core.policy import ClientPolicy
 from llmnode.core.span import Span
 from llmnode.core.speed import PROMPT_POSITIONS, AnnouncedSpeed
@@ -42,13 +42,24 @@ def test_a_step_goes_there_from_hop_to_hop_and_back() -> None:
     first, second = session.hops
     assert (first.way_s, second.way_s) == (0.01, 0.03)
     assert (first.compute_s, second.compute_s) == pytest.approx((0.008, 0.012))
-    assert (first.send_s, second.send_s) == pytest.approx((0.001, 0.01)), "of the client, and of the first server"
-    assert session.back_s == pytest.approx(0.04 + 0.01)
-    assert session.step_s == pytest.approx(0.01 + 0.03 + 0.05 + 0.02 + 0.011 + 0.003)
+    packed = 0.87 * 0.001, 0.87 * 0.01
+    assert (first.send_s, second.send_s) == pytest.approx(packed), "of the client, and of the first server"
+    assert session.back_s == pytest.approx(0.04 + packed[1])
+    assert session.step_s == pytest.approx(0.01 + 0.03 + 0.04 + 0.02 + sum(packed) + packed[1] + 0.003)
     assert session.tokens_per_s == pytest.approx(1 / session.step_s)
     marginal_s = 0.0002 - 0.002 / PROMPT_POSITIONS
-    opening, prompt, sending = 2 * 0.08, 10 * (0.002 + PROMPT * marginal_s), PROMPT * 0.021
-    assert session.first_token_s == pytest.approx(opening + prompt + sending + 0.09 + 0.003)
+    opening, prompt, sending = 0.08, 10 * (0.002 + PROMPT * marginal_s), 0.85 * PROMPT * 0.021
+    assert session.first_token_s == pytest.approx(opening + prompt + sending + 0.08 + packed[1] + 0.003)
+
+
+def test_links_pack_what_they_send_if_that_pays() -> None:
+    fast = ClientPlace({A: 0.02, B: 0.08}, upload_bytes_per_s=100e6)
+    slow = ClientPlace({A: 0.02, B: 0.08}, upload_bytes_per_s=1e6)
+    for dtype, token, prompt in (("float32", 0.87, 0.85), ("bfloat16", 0.39, 0.35)):
+        model = replace(MODEL, precision=Precision(dtype))
+        (hop, _), (unpacked, _) = (forecast_session(model, CHAIN, place, PROMPT).hops for place in (slow, fast))
+        assert (hop.send_s, hop.prompt_send_s) == pytest.approx((token * 0.001, prompt * PROMPT * 0.001))
+        assert (unpacked.send_s, unpacked.prompt_send_s) == pytest.approx((1e-5, PROMPT * 1e-5))
 
 
 def test_chunks_of_a_long_prompt_are_at_several_hops_at_the_same_time() -> None:
