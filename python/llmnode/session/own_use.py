@@ -59,4 +59,4 @@ class OwnUses:
     def _at(self, peer: PeerId, began_s: Sequence[float], told_s: float, now_s: float) -> OwnUse:
         opening = self._opening[peer]
         lately = opening + sum(each > now_s - self._announced_after_s for each in began_s)
-        return OwnUse(len(began_s) + opening, lately, self._load.at(peer, now_s), self._load.at(peer, told_s))
+        return OwnUse(len(began_s) + opening, lately, self._load.at(peer, now_s), self._load.most_around(peer, told_s))

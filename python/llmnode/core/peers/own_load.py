@@ -20,6 +20,8 @@ TOGETHER_S = 1.0
 """Steps of this time are kept as one."""
 KEPT_S = 60.0
 """Older steps are forgotten: they are a 64th of the load at most."""
+AROUND_S = 2.0
+"""The clocks of two machines differ by this, and a step ends a little later here than where it was computed."""
 PEERS = 1024
 """The most peers. Those that were used first are forgotten first."""
 
@@ -55,3 +57,9 @@ class OwnLoad:
             if at_s <= then_s < at_s + KEPT_S
         )
         return float(left_s * log(2) / half_life_s)
+
+    def most_around(self, peer: PeerId, then_s: float) -> float:
+        """The most that it was within `AROUND_S` of then: a load from which it is taken away has no rest of it."""
+        since_s, until_s = then_s - AROUND_S, then_s + AROUND_S
+        ends_s = [at_s for at_s, _ in self._spent.get(peer, ()) if since_s < at_s <= until_s]
+        return max(self.at(peer, each) for each in (since_s, *ends_s))
