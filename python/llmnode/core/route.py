@@ -28,6 +28,8 @@ class Hop(NamedTuple):
     span: Span
 
 
+Held: TypeAlias = tuple["PeerId", Span]
+"""A peer and all that it holds. A `Hop` is one."""
 Route: TypeAlias = tuple[Hop, ...]
 """Hops that cover a model's blocks, in order ("chain" in the papers)."""
 
@@ -62,7 +64,7 @@ class NoRoute(SwarmError):
 
 
 def find_route(
-    blocks: int, held: Iterable[Hop], costs: Mapping[PeerId, HopCost] | None = None, ways: Ways | None = None
+    blocks: int, held: Iterable[Held], costs: Mapping[PeerId, HopCost] | None = None, ways: Ways | None = None
 ) -> Route:
     """The fastest way for a token through blocks 0 to `blocks`, over `held`: peers and all that they hold.
 
@@ -137,14 +139,14 @@ def _savings(holders: Sequence[Hop], cost: Sequence[HopCost], ways: Ways) -> dic
 
 
 def find_detour(
-    span: Span, held: Iterable[Hop], costs: Mapping[PeerId, HopCost] | None = None, ways: Ways | None = None
+    span: Span, held: Iterable[Held], costs: Mapping[PeerId, HopCost] | None = None, ways: Ways | None = None
 ) -> Route:
     """The same as `find_route`, through the blocks of `span` alone. Raises NoRoute with what of it nobody holds."""
     start = span.start
     inside = [
-        Hop(hop.peer, Span(max(hop.span.start, start) - start, min(hop.span.end, span.end) - start))
-        for hop in fastest(held, costs or {}, ways or {})
-        if hop.span.start < span.end and start < hop.span.end
+        (peer, Span(max(own.start, start) - start, min(own.end, span.end) - start))
+        for peer, own in held
+        if own.meets(span)
     ]
     try:
         route = find_route(len(span), inside, costs, ways)
@@ -153,24 +155,32 @@ def find_detour(
     return tuple(Hop(hop.peer, _shifted(hop.span, start)) for hop in route)
 
 
-def fastest(held: Iterable[Hop], costs: Mapping[PeerId, HopCost], ways: Ways) -> list[Hop]:
-    """Returns `held` without those that another one of the same span is never slower than.
+def fastest(held: Iterable[Held], costs: Mapping[PeerId, HopCost], ways: Ways) -> list[Hop]:
+    """Returns `held` without those that another one, which holds all of their blocks, is never slower than.
 
     The first of equal ones stays, and peers that have `ways` to others stay too.
     """
     default, kept = HopCost(), {peer for pair in ways for peer in pair}
-    of_span: dict[tuple[int, int], list[tuple[float, float, int, Hop]]] = {}
-    for number, hop in enumerate(held):
-        cost = costs.get(hop.peer, default)
-        of_span.setdefault((hop.span.start, hop.span.end), []).append((cost.hop_s, cost.block_s, number, hop))
-    best: list[tuple[int, Hop]] = []
-    for same in of_span.values():
-        least_s = inf
-        for _, block_s, number, hop in sorted(same):
-            if block_s < least_s or hop.peer in kept:
-                least_s = min(least_s, block_s)
-                best.append((number, hop))
-    return [hop for _, hop in sorted(best, key=lambda each: each[0])]
+    holders = list(held)
+    in_turn: list[tuple[float, float, int]] = []
+    for number, (peer, _) in enumerate(holders):
+        hop_s, block_s, _ = costs.get(peer, default)
+        in_turn.append((block_s, hop_s, number))
+    in_turn.sort()
+    best: list[int] = []
+    ends: dict[int, list[tuple[int, float]]] = {}  # of those that hold each block, with what going costs
+    for _, hop_s, number in in_turn:
+        peer, span = holders[number]
+        start, end = span.start, span.end
+        for other_end, other_s in ends.get(start, ()):
+            if end <= other_end and other_s <= hop_s and peer not in kept:
+                break
+        else:
+            best.append(number)
+            for block in range(start, end):
+                others = [each for each in ends.get(block, ()) if end < each[0] or each[1] < hop_s]
+                ends[block] = [(end, hop_s), *others]
+    return [Hop(*holders[number]) for number in sorted(best)]
 
 
 def _shifted(span: Span, by: int) -> Span:
@@ -204,5 +214,5 @@ def uncovered(blocks: int, spans: Sequence[Span]) -> list[Span]:
 
 def covers(spans: Iterable[Span], span: Span) -> bool:
     """Whether `spans` have all blocks of `span` together."""
-    gaps = uncovered(span.end, [each for each in spans if each.start < span.end])
+    gaps = uncovered(span.end, [each for each in spans if each.start < span.end and span.start < each.end])
     return not any(gap.end > span.start for gap in gaps)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from llmnode.core.model import ModelInfo
     from llmnode.core.peers.peer_speed import Word
     from llmnode.core.policy import ClientPolicy
-    from llmnode.core.route import Ways
+    from llmnode.core.route import Held, Ways
     from llmnode.receipts.book import Run
     from llmnode.swarm.membership import Swarm
     from llmnode.swarm.peer_connection import PeerConnection
@@ -156,7 +156,7 @@ class PeerFinder:
         usable = [each for each in others if each.peer in living and self._newcomers.has_served(each, now_s)]
         costs = self._costs(usable, length, beside=beside, at_once=at_once)
         try:
-            detour = find_detour(hop.span, [each.hop for each in usable], costs, self._ways(usable))
+            detour = find_detour(hop.span, _held(usable), costs, self._ways(usable))
         except NoRoute:
             return False
         return self.policy.standing.leaving_times * cost_s(detour, costs) < took_s
@@ -202,7 +202,7 @@ class PeerFinder:
         usable = [each for each in (others if hurry else self._good(others)) if each.peer not in avoid]
         try:
             costs = self._costs(usable, positions, beside=beside, at_once=at_once)
-            route = find_detour(span, [each.hop for each in usable], costs, self._ways(usable))
+            route = find_detour(span, _held(usable), costs, self._ways(usable))
         except NoRoute as error:
             raise NoRoute(error.missing, self._hint(error.missing, positions, avoid)) from None
         connections, errors = await self.reaching.connect(route, usable)
@@ -289,10 +289,10 @@ class PeerFinder:
         good = self._good(usable)
         with suppress(NoRoute):
             costs = self._costs(good, positions, explored=explored)
-            return find_route(self.model.blocks, [each.hop for each in good], costs, self._ways(good))
+            return find_route(self.model.blocks, _held(good), costs, self._ways(good))
         try:
             costs = self._costs(usable, positions)
-            return find_route(self.model.blocks, [each.hop for each in usable], costs, self._ways(usable))
+            return find_route(self.model.blocks, _held(usable), costs, self._ways(usable))
         except NoRoute as error:
             if failed:
                 raise next(reversed(failed.values())) from error
@@ -308,7 +308,7 @@ class PeerFinder:
         peers = {hop.peer for hop in route}
         others = [each for each in self._good(self._candidates()) if each.peer not in peers]
         addresses, costs, ways = {each.peer: each.addresses for each in others}, self._costs(others), self._ways(others)
-        held = fastest([each.hop for each in others], costs, ways)
+        held = fastest(_held(others), costs, ways)
         for hop in route:
             with suppress(NoRoute):
                 for standby in find_detour(hop.span, held, costs, ways):
@@ -344,11 +344,15 @@ class PeerFinder:
         reached, costs, penalties = {*began_s, *round_trips_s}, dict(believed), self._suspicion.penalties(now_s)
         penalties |= {peer: self.policy.route.second_hop_cost * penalties.get(peer, 1.0) for peer in beside}
         full = {peer for peer, until_s in self._full_until_s.items() if until_s > now_s}
-        has_doubts = self._broken.has_any or self.reaching.has_doubts
-        for each in announcements:  # thousands of them: only those that are dearer than believed take time
-            peer, offer, doubt_s, wait_s = each.peer, each.offer, 0.0, 0.0
-            if offer.kv_tokens_free < offer.in_pages(first) or peer in full:
-                wait_s = self.policy.route.full_cost_s
+        full |= {
+            each.peer
+            for each in announcements
+            if each.offer.kv_tokens_free < first + each.offer.kv_page  # a quick look: there are thousands
+            and each.offer.kv_tokens_free < each.offer.in_pages(first)
+        }
+        has_doubts, dearer = self._broken.has_any or self.reaching.has_doubts, full.union(penalties)
+        for each in announcements if has_doubts else [each for each in announcements if each.peer in dearer]:
+            peer, doubt_s, wait_s = each.peer, 0.0, self.policy.route.full_cost_s if each.peer in full else 0.0
             if has_doubts and not self._standing.is_proven(peer, now_s):
                 doubt_s = self._doubt_s(each, now_s)
                 wait_s += 0.0 if peer in reached else self.reaching.doubt_s(each)
@@ -374,15 +378,15 @@ class PeerFinder:
 
     def _usable(self, positions: int = 0) -> list[Announcement]:
         """Peers whose KV is large enough for `positions` when all of it is free."""
-        profile, route = self.model.profile, self.policy.route
-        holders, excluded = online(self.swarm.view.announcements()), self._suspicion.excluded(trio.current_time())
+        profile, route, excluded = self.model.profile, self.policy.route, self._suspicion.excluded(trio.current_time())
+        is_told = route.allowed is not None or route.blocked
         return [
             each
-            for each in holders
+            for each in online(self.swarm.view.announcements())
             if each.offer.kv_tokens >= positions
-            and each.offer.computes(profile)
+            and (each.offer.profile == profile or each.offer.computes(profile))
             and each.peer not in excluded
-            and route.may_use(each.peer)
+            and (not is_told or route.may_use(each.peer))
         ]
 
     def _hint(self, missing: Sequence[Span], positions: int, failed: Collection[PeerId] = ()) -> str:
@@ -400,3 +404,8 @@ class PeerFinder:
         route = self.policy.route
         is_told = route.allowed is not None or route.blocked
         return f"{why}. This client was told to leave out some servers" if is_told else str(why)
+
+
+def _held(announcements: Sequence[Announcement]) -> list[Held]:
+    """All peers with their blocks, as routes are found over them. A `Hop` each would take longer than the search."""
+    return [(each.peer, each.offer.span) for each in announcements]

@@ -15,7 +15,7 @@ from llmnode.core.policy import ClientPolicy, ProbePolicy, SwarmPolicy
 from llmnode.core.route import find_route
 from llmnode.core.speed import AnnouncedSpeed
 from llmnode.core.view import Source, View
-from llmnode.session.peer_finder import PeerFinder
+from llmnode.session.peer_finder import PeerFinder, _held
 from llmnode.session.reaching import RoundTrip
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def decision_row(number: int) -> Row:
         "a decision, ms": lambda: finder._route(finder._candidates(POSITIONS), {}, POSITIONS, ()),
         "those that may be used, ms": lambda: finder._candidates(POSITIONS),
         "costs of all servers, ms": lambda: finder._costs(usable, POSITIONS),
-        "the search, ms": lambda: find_route(BLOCKS, [each.hop for each in usable], costs, ways),
+        "the search, ms": lambda: find_route(BLOCKS, _held(usable), costs, ways),
     }
     return {"topology": f"{number} servers", **{name: _least_ms(part) for name, part in parts.items()}}
 

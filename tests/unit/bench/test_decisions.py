@@ -10,8 +10,8 @@ from bench.placement.swarms import large_swarm
 from bench.routing.decisions import POSITIONS, _announced, _finder
 from unit.calls import calls_counted
 
-MOST_CALLS = 45
-"""For each further server. It was 100 while whatever may make a server dearer was computed for all of them."""
+MOST_CALLS = 22
+"""For each further server."""
 
 
 def test_a_further_server_costs_a_choice_few_calls() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmnode.core.ids import PeerId
-from llmnode.core.route import Hop, HopCost, find_detour, find_route, uncovered
+from llmnode.core.route import Hop, HopCost, fastest, find_detour, find_route, uncovered
 from llmnode.core.span import Span, split_evenly
 from llmnode.errors import NoRoute
 
@@ -95,6 +95,9 @@ def test_of_equal_peers_the_one_named_first_is_taken() -> None:
     assert find_route(4, [second, first]) == (second,)
 
 
+PEERS_HELD = {"whole": Span(0, 10), "part": Span(2, 5), "other": Span(8, 12)}
+
+
 def cost_of(route: Sequence[Hop], costs: dict[PeerId, HopCost]) -> float:
     return sum(costs[hop.peer].hop_s + len(hop.span) * costs[hop.peer].block_s for hop in route)
 
@@ -137,6 +140,44 @@ def test_a_fast_peer_is_worth_a_hop_and_a_slow_one_is_not() -> None:
     assert [hop.peer for hop in find_route(10, held, slow)] == ["whole"]
 
 
+@st.composite
+def detours(draw: st.DrawFn) -> tuple[Span, list[Hop], dict[PeerId, HopCost]]:
+    """A span of a model, peers, and what they cost."""
+    blocks, held = draw(swarms())
+    start = draw(st.integers(0, blocks - 1))
+    span = Span(start, draw(st.integers(start + 1, blocks)))
+    costs = {hop.peer: HopCost(draw(st.integers(1, 9)), draw(st.integers(0, 9))) for hop in held}
+    return span, held, costs
+
+
+def test_a_peer_whose_blocks_a_faster_one_holds_too_is_not_looked_at() -> None:
+    whole, part, other = (Hop(PeerId(name), span) for name, span in PEERS_HELD.items())
+    costs = {whole.peer: HopCost(1, 1), part.peer: HopCost(1, 1), other.peer: HopCost(2, 2)}
+    assert fastest([whole, part, other], costs, {}) == [whole, other]
+    assert fastest([whole, part, other], costs, {(part.peer, other.peer): 0.1}) == [whole, part, other]
+    assert fastest([whole, part, other], costs | {part.peer: HopCost(1, 0.5)}, {}) == [whole, part, other]
+    assert fastest([whole, part, other], costs | {part.peer: HopCost(0.5, 1)}, {}) == [whole, part, other]
+
+
+@given(detours())
+def test_exactly_those_are_not_looked_at_that_a_faster_one_covers(
+    detour: tuple[Span, list[Hop], dict[PeerId, HopCost]],
+) -> None:
+    _, held, costs = detour
+    ranks = {hop: (costs[hop.peer].block_s, costs[hop.peer].hop_s, number) for number, hop in enumerate(held)}
+    looked_at = [
+        hop
+        for hop in held
+        if not any(
+            other.span.covers(hop.span)
+            and costs[other.peer].hop_s <= costs[hop.peer].hop_s
+            and ranks[other] < ranks[hop]
+            for other in held
+        )
+    ]
+    assert fastest(held, costs, {}) == looked_at
+
+
 def test_neighbours_that_hold_a_block_twice_compute_it_once() -> None:
     held = [Hop(PeerId("low"), Span(0, 6)), Hop(PeerId("high"), Span(4, 10))]
     assert [hop.peer for hop in find_route(10, held)] == ["low", "high"]
@@ -153,16 +194,6 @@ def test_an_empty_swarm_misses_every_block() -> None:
         find_route(30, [])
     assert caught.value.missing == (Span(0, 30),)
     assert str(caught.value) == "no peer holds blocks [0, 30); start a server for them or name more peers with --peers"
-
-
-@st.composite
-def detours(draw: st.DrawFn) -> tuple[Span, list[Hop], dict[PeerId, HopCost]]:
-    """A span of a model, peers, and what they cost."""
-    blocks, held = draw(swarms())
-    start = draw(st.integers(0, blocks - 1))
-    span = Span(start, draw(st.integers(start + 1, blocks)))
-    costs = {hop.peer: HopCost(draw(st.integers(1, 9)), draw(st.integers(0, 9))) for hop in held}
-    return span, held, costs
 
 
 def clipped(span: Span, held: Sequence[Hop]) -> list[Hop]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from llmnode.core.peers.peer_speed import Word
 from llmnode.core.route import HopCost, covers
+from llmnode.core.speed import KB
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
     from llmnode.core.policy import StandingPolicy
     from llmnode.core.route import Route
 
+new_tuple = tuple.__new__
+"""Makes a named tuple in a third of the time, where there are thousands."""
+LEAST_S = HopCost().hop_s
+"""Going to a peer never counts as less."""
 SLOW = 2.0
 """A time that nobody has measured counts as this number of times the usual one."""
 MOST_SUPPOSED_S = 0.1
@@ -84,6 +89,36 @@ class Candidate(NamedTuple):
         return self.said_block_s if self.decode is None else self.decode.beside_s(own)
 
 
+    def filled(self, supposed: Supposed) -> Candidate:
+        """The same, with what is supposed of it where nothing was measured."""
+        peer, block_s, sessions, round_trip_s, upload_s, decode = self
+        round_trip_s = round_trip_s or supposed.round_trip_s or None
+        return Candidate(
+            peer, block_s or supposed.block_s, sessions, round_trip_s, upload_s or supposed.upload_s, decode
+        )
+
+
+class Supposed(NamedTuple):
+    """The times of a peer that itself, or this client, has not measured: `SLOW` times what they usually are.
+
+    So nobody is preferred for want of a measurement, and one that says that it is very slow changes nothing for others,
+    or little if it alone has measured: an upload is supposed to take at most `MOST_SUPPOSED_S`.
+    """
+
+    block_s: float
+    round_trip_s: float
+    """0 if none is known."""
+    upload_s: float
+
+    @staticmethod
+    def of(candidates: Sequence[Candidate]) -> Supposed:
+        return Supposed(
+            _slow([each.said_block_s for each in candidates]) or HopCost().block_s,
+            _slow([each.round_trip_s for each in candidates]),
+            min(_slow([each.said_upload_s for each in candidates]), MOST_SUPPOSED_S),
+        )
+
+
 class OwnUse(NamedTuple):
     """Says what the client itself has at a peer."""
 
@@ -93,7 +128,7 @@ class OwnUse(NamedTuple):
     load: float = 0.0
     """The steps of its sessions that are there at a time, now."""
     announced: float = 0.0
-    """The same when the peer announced its load, which has them in it."""
+    """The same when the peer announced its load, which has them in it: the most that it may have been."""
 
 
 def candidate_of(
@@ -118,17 +153,16 @@ def candidate_of(
             settled = 0 if offer.load is None else sessions - own.lately
             block_s = decode.beside_s(min(own.load, settled * share))
             block_s += (sessions - settled) * share * decode.further_s
-    upload_bytes_per_s = offer.speed.upload_bytes_per_s
-    upload_s = row_bytes / upload_bytes_per_s if upload_bytes_per_s else 0.0
-    return Candidate(announcement.peer, block_s, sessions, round_trip_s, upload_s, decode)
+    upload_kb_per_s = offer.speed.upload_kb_per_s
+    upload_s = row_bytes / (KB * upload_kb_per_s) if upload_kb_per_s else 0.0
+    return new_tuple(Candidate, (announcement.peer, block_s, sessions, round_trip_s, upload_s, decode))
 
 
 def settled_costs(candidates: Sequence[Candidate]) -> dict[PeerId, HopCost]:
     """The cost of a token at each of the peers, for a client to which they have proved to be as fast as they say."""
-    least_s = HopCost().hop_s
     return {
         each.peer: HopCost(
-            max(least_s, (each.round_trip_s or 0.0) + each.said_upload_s),
+            max(LEAST_S, (each.round_trip_s or 0.0) + each.said_upload_s),
             each.said_block_s,
             (each.round_trip_s or 0.0) / 2,
         )
@@ -205,35 +239,34 @@ class Standing:
         self, candidates: Sequence[Candidate], now_s: float, explored: Collection[PeerId] = ()
     ) -> Mapping[PeerId, HopCost]:
         """The cost of a token at each peer. Newcomers that are `explored` are to be believed more than usual."""
-        default, policy, said = HopCost(), self._policy, candidates
-        candidates = unmeasured_as_slow(said)
-        costs = {
-            each.peer: self._measured(each._replace(said_upload_s=own.said_upload_s), now_s)
-            for each, own in zip(candidates, said, strict=True)
-            if each.peer in self._known and self.is_proven(each.peer, now_s)
-        }
-        proven = set(costs)
-        seen_s = [seen for each in candidates if each.peer in proven and (seen := self._seen_block_s(each)) is not None]
-        believed_s = median(seen_s or [each.said_block_s for each in candidates] or [0.0]) / policy.believed_times
+        policy, supposed = self._policy, Supposed.of(candidates)
+        known = [each for each in candidates if each.peer in self._known and self.is_proven(each.peer, now_s)]
+        costs = {each.peer: self._measured(each, supposed, now_s) for each in known}
+        seen_s = [seen for each in known if (seen := self._seen_block_s(each.filled(supposed))) is not None]
+        said_s = seen_s or [each.said_block_s or supposed.block_s for each in candidates]
+        believed_s = median(said_s or [0.0]) / policy.believed_times
         usual_s = median(seen_s) * policy.unproven_cost if seen_s else believed_s
-        for each in candidates:
-            peer, said_s, sessions, round_trip_s, upload_s, _ = each
-            if peer not in proven:
-                way_s, least_s = round_trip_s or 0.0, believed_s if peer in explored else usual_s
-                hop_s, block_s = max(default.hop_s, way_s + upload_s), max(said_s, least_s)
-                if sessions or peer in self._known:  # it is so for few of thousands
-                    known = self._fresh(peer, now_s)
-                    times, hop_s = self._distrust(each, known), max(hop_s, _excess_s(each, known))
-                    hop_s, block_s = times * hop_s, times * block_s
-                costs[peer] = HopCost(hop_s, block_s, way_s / 2)
+        for each in candidates:  # thousands of them
+            peer, block_s, sessions, round_trip_s, upload_s, _ = each
+            if peer in costs:
+                continue
+            way_s, least_s = round_trip_s or supposed.round_trip_s, believed_s if peer in explored else usual_s
+            hop_s, block_s = way_s + (upload_s or supposed.upload_s), block_s or supposed.block_s
+            hop_s, block_s = hop_s if hop_s > LEAST_S else LEAST_S, block_s if block_s > least_s else least_s
+            if sessions or peer in self._known:  # it is so for few of them
+                of_it = self._fresh(peer, now_s)
+                times, hop_s = self._distrust(each, of_it), max(hop_s, _excess_s(each.filled(supposed), of_it))
+                hop_s, block_s = times * hop_s, times * block_s
+            costs[peer] = new_tuple(HopCost, (hop_s, block_s, way_s / 2))
         return costs
 
-    def _measured(self, candidate: Candidate, now_s: float) -> HopCost:
+    def _measured(self, candidate: Candidate, supposed: Supposed, now_s: float) -> HopCost:
         """The time beyond what the peer says is the way there, or a lie: it is paid for at each visit."""
-        default, said_s, round_trip_s = HopCost(), candidate.said_block_s, candidate.round_trip_s or 0.0
-        way_s = round_trip_s + candidate.said_upload_s  # a hop that is pushed to seems nearer to the client than it is
-        excess_s = _excess_s(candidate, self._fresh(candidate.peer, now_s))
-        return HopCost(max(default.hop_s, excess_s, way_s), said_s, round_trip_s / 2)
+        filled = candidate.filled(supposed)
+        way_s = filled.round_trip_s or 0.0  # a hop that is pushed to seems nearer to the client than it is
+        excess_s = _excess_s(filled, self._fresh(candidate.peer, now_s))
+        hop_s = max(LEAST_S, excess_s, way_s + candidate.said_upload_s)
+        return HopCost(hop_s, filled.said_block_s, way_s / 2)
 
     def _seen_block_s(self, candidate: Candidate) -> float | None:
         """The time of a token for each block, with the way there. None if the peer is much slower than it says.
@@ -280,27 +313,9 @@ def _excess_s(candidate: Candidate, known: _Known | None, times: float = 1.0) ->
 
 
 def unmeasured_as_slow(candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-    """The same, and what one of them did not measure, or this client of it, takes `SLOW` times what it usually takes.
-
-    So nobody is preferred for want of a measurement, and one that says that it is very slow changes nothing for others,
-    or little if it alone has measured: an upload is supposed to take at most `MOST_SUPPOSED_S`.
-    """
-    block_s = _slow([each.said_block_s for each in candidates]) or HopCost().block_s
-    round_trip_s = _slow([each.round_trip_s for each in candidates])
-    upload_s = min(_slow([each.said_upload_s for each in candidates]), MOST_SUPPOSED_S)
-    return [
-        each
-        if each.said_block_s and each.round_trip_s and each.said_upload_s
-        else Candidate(
-            each.peer,
-            each.said_block_s or block_s,
-            each.sessions,
-            each.round_trip_s or round_trip_s or None,
-            each.said_upload_s or upload_s,
-            each.decode,
-        )
-        for each in candidates
-    ]
+    """The same, with what is `Supposed` of them where nothing was measured."""
+    supposed = Supposed.of(candidates)
+    return [each.filled(supposed) for each in candidates]
 
 
 def _slow(times_s: Iterable[float | None]) -> float:
