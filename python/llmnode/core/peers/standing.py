@@ -88,7 +88,6 @@ class Candidate(NamedTuple):
         """The time of a decode through a block, as the peer says, beside this number of `own` ones."""
         return self.said_block_s if self.decode is None else self.decode.beside_s(own)
 
-
     def filled(self, supposed: Supposed) -> Candidate:
         """The same, with what is supposed of it where nothing was measured."""
         peer, block_s, sessions, round_trip_s, upload_s, decode = self
