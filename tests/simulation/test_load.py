@@ -52,7 +52,7 @@ async def start_measured(swarm: World, nursery: trio.Nursery, name: str) -> None
 def cost_s(router: Router, name: str) -> float:
     """The cost of a block at that server."""
     servers = router.finder.swarm.view.of_model(router.finder.model.digest)
-    return router.finder._costs(servers)[peer_named(name)].block_s
+    return router.finder.records.costs(servers)[peer_named(name)].block_s
 
 
 @pytest.mark.parametrize("seed", seeds(2))

@@ -39,12 +39,12 @@ async def start(swarm: World, name: str, span: Span, host: str, liar: PassLiar |
 
 def excluded(swarm: World, router: Router) -> set[str]:
     """The servers that the client does not use any more."""
-    suspicion, now_s = router.finder._suspicion, trio.current_time()
+    suspicion, now_s = router.finder.records.suspicion, trio.current_time()
     return {name for name in swarm.nodes if suspicion.is_excluded(peer_named(name), now_s)}
 
 
 def suspected(swarm: World, router: Router) -> set[str]:
-    suspicion, now_s = router.finder._suspicion, trio.current_time()
+    suspicion, now_s = router.finder.records.suspicion, trio.current_time()
     return {name for name in swarm.nodes if suspicion.penalty(peer_named(name), now_s) > 1}
 
 

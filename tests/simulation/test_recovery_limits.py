@@ -190,7 +190,7 @@ async def test_a_server_that_hangs_has_to_prove_itself_anew() -> None:
     ):
         dialogue = Dialogue(session, random.Random(1))
         await dialogue.step(20)
-        hangs, standing = session.route[1].peer, router.finder._standing
+        hangs, standing = session.route[1].peer, router.finder.records.standing
         assert not standing.is_proven(hangs, trio.current_time()), "no decode has shown its speed"
         for _ in range(20):
             await dialogue.step(1)

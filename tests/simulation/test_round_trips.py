@@ -73,10 +73,10 @@ async def test_a_link_that_was_opened_to_measure_ends_and_its_server_counts_as_r
         assert len(figures) == 9 and used <= figures.keys()
         assert living(router) == used
         doubted = [each for each in finder.swarm.view.announcements() if each.peer not in used]
-        costs = finder._costs(doubted)
+        costs = finder.records.costs(doubted)
         for _ in range(20):
             finder.reaching._unreached.note(None, trio.current_time())
-        assert finder._costs(doubted) == costs, "others that cannot be reached do not count against it"
+        assert finder.records.costs(doubted) == costs, "others that cannot be reached do not count against it"
         assert min(map(finder.reaching.doubt_s, doubted)) > 0
 
 

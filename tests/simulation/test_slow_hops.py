@@ -108,7 +108,7 @@ async def test_a_session_that_has_left_a_slow_hop_waits_for_kv_as_long_as_one_wh
 
         client = await stack.enter_async_context(world.client(ClientPolicy(chunk_tokens=8)))
         finder = client.router.finder
-        finder._bans.report(fast, trio.current_time())
+        finder.records.bans.report(fast, trio.current_time())
         session = await stack.enter_async_context(client.router.open_session(LENGTH, Codec.RAW))
         patient = ClientPolicy(recovery=RecoveryPolicy(timeout_s=RecoveryPolicy().kv_patience_s))
         dialogue = Dialogue(session, random.Random(0), policy=patient)

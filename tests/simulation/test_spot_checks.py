@@ -114,8 +114,8 @@ async def test_a_checker_that_lies_is_outvoted_and_the_session_goes_on() -> None
         await speak(session, 40)
         assert session.spot_checks is not None
         assert session.spot_checks.passed == 40
-        assert router.finder._suspicion.is_excluded(liar, trio.current_time())
-        assert not any(router.finder._suspicion.is_excluded(peer, trio.current_time()) for peer in used)
+        assert router.finder.records.suspicion.is_excluded(liar, trio.current_time())
+        assert not any(router.finder.records.suspicion.is_excluded(peer, trio.current_time()) for peer in used)
         assert not session.recoveries
 
 
@@ -145,7 +145,7 @@ async def test_two_of_one_address_group_do_not_outvote_a_peer_of_another_one() -
         await speak(session, 20)
         assert session.spot_checks is not None
         assert session.spot_checks.undecided > 0
-        suspicion, now_s = router.finder._suspicion, trio.current_time()
+        suspicion, now_s = router.finder.records.suspicion, trio.current_time()
         assert not suspicion.is_excluded(own, now_s)
         assert all(suspicion.penalty(peer, now_s) > 1 for peer in liars)
 
@@ -155,7 +155,7 @@ async def test_checkers_come_from_other_address_groups_if_there_are_such() -> No
     async with a_stranger_beside("abc") as (swarm, liars), session_of(swarm) as (router, session):
         assert session.route[1].peer == swarm.nodes["1a"].peer
         await speak(session, 40)
-        checks, suspicion, now_s = session.spot_checks, router.finder._suspicion, trio.current_time()
+        checks, suspicion, now_s = session.spot_checks, router.finder.records.suspicion, trio.current_time()
         assert checks is not None and checks.passed and not checks.undecided
         assert checks.passed + checks.given_up == 40, "nobody else has the other blocks"
         assert all(suspicion.is_excluded(peer, now_s) for peer in liars)
@@ -183,7 +183,7 @@ async def test_peers_of_another_precision_are_not_asked_and_outvote_nobody() -> 
             assert checks.given_up > 0
             used = [hop.peer for hop in session.route]
             assert used == [swarm.nodes[f"{index}a"].peer for index in range(3)]
-            assert all(router.finder._suspicion.penalty(peer, trio.current_time()) == 1 for peer in used)
+            assert all(router.finder.records.suspicion.penalty(peer, trio.current_time()) == 1 for peer in used)
 
 
 @simulated
@@ -198,8 +198,8 @@ async def test_of_two_that_differ_without_a_third_both_are_suspected_and_none_is
             assert session.spot_checks.undecided > 0
             both = [swarm.nodes[name].peer for name in ("1a", "1b")]
             now_s = trio.current_time()
-            assert all(router.finder._suspicion.penalty(peer, now_s) > 1 for peer in both)
-            assert not any(router.finder._suspicion.is_excluded(peer, now_s) for peer in both)
+            assert all(router.finder.records.suspicion.penalty(peer, now_s) > 1 for peer in both)
+            assert not any(router.finder.records.suspicion.is_excluded(peer, now_s) for peer in both)
             assert any(all(peer in line for peer in both) for line in caplog.messages)
         await kv_is_free(swarm)
 
@@ -224,7 +224,7 @@ async def test_a_hop_that_logs_something_else_than_it_signed_is_replaced_and_the
             assert session.spot_checks is not None
             await session.spot_checks.finish()
         assert [each.lost for each in session.recoveries] == [framer]
-        assert not any(router.finder._suspicion.is_excluded(peer, trio.current_time()) for peer in honest)
+        assert not any(router.finder.records.suspicion.is_excluded(peer, trio.current_time()) for peer in honest)
 
 
 @simulated
@@ -280,7 +280,7 @@ async def test_who_refuses_or_fails_as_checker_is_no_offender() -> None:
         assert session.spot_checks is not None
         assert session.spot_checks.given_up == 20
         assert not router.finder.failures
-        assert not any(router.finder._suspicion.is_excluded(node.peer, trio.current_time()) for node in spare)
+        assert not any(router.finder.records.suspicion.is_excluded(node.peer, trio.current_time()) for node in spare)
 
 
 @simulated
@@ -303,7 +303,7 @@ async def test_honest_peers_are_never_accused_whatever_befalls_them(seed: int) -
             assert session.spot_checks is not None
             assert session.spot_checks.undecided == 0
             print(f"{session.spot_checks.passed} passed, {session.spot_checks.given_up} given up")
-        suspicion, now_s = router.finder._suspicion, trio.current_time()
+        suspicion, now_s = router.finder.records.suspicion, trio.current_time()
         assert not any(suspicion.is_excluded(node.peer, now_s) for node in swarm.nodes.values())
         await kv_is_free(swarm)
 

@@ -14,17 +14,13 @@ import trio
 
 from llmnode.core.address_groups import announced_group
 from llmnode.core.peers.absence import explain_absence
-from llmnode.core.peers.bans import Bans
-from llmnode.core.peers.broken_promises import BrokenPromises
-from llmnode.core.peers.standing import Standing, candidate_of
-from llmnode.core.peers.suspicion import Suspicion
 from llmnode.core.peers.ways import believed_ways
-from llmnode.core.route import Hop, HopCost, Route, cost_s, fastest, find_detour, find_route
+from llmnode.core.route import Hop, Route, cost_s, fastest, find_detour, find_route
 from llmnode.core.span import Span
 from llmnode.core.view import online
 from llmnode.errors import NoRoute, PeerError, PeerRefused, PeerUnreachable
 from llmnode.session.newcomers import Newcomers
-from llmnode.session.own_use import OwnUses
+from llmnode.session.peer_records import PeerRecords
 from llmnode.session.reaching import Reaching
 from llmnode.session.trials import Trials
 from llmnode.wire.messages import RefusalCode
@@ -77,15 +73,10 @@ class PeerFinder:
         self.others: Sequence[str] = ()
         """The names of other precisions that could have been found instead of that of the model."""
         self.reaching = Reaching(pool, policy.route)
-        self.own = OwnUses(policy.route.announced_after_s)
-        self._bans = Bans(policy.route.ban_s, policy.route.longest_ban_s)
-        self._suspicion = Suspicion(policy.trust)
-        self._standing = Standing(policy.standing)
-        self._broken = BrokenPromises(policy.standing)
         self._trials = Trials(model, policy, self.reaching, self.note_served, self.report)
-        self._newcomers = Newcomers(model.blocks, policy, self._standing, self._trials, self.rng)
+        self.records = PeerRecords(model, policy, pool, swarm, self.reaching, self._trials)
+        self._newcomers = Newcomers(model.blocks, policy, self.records.standing, self._trials, self.rng)
         self._warmed: dict[Route, float] = {}  # routes whose standbys were looked for, and when
-        self._full_until_s: dict[PeerId, float] = {}  # peers without free KV for a session, by their own estimate
 
     async def look_up(self) -> None:
         """Ask the directory for peers of the model. The view has them then."""
@@ -106,21 +97,20 @@ class PeerFinder:
         if error.peer is None:
             return
         now_s = trio.current_time()
-        is_new = not self._bans.is_banned(error.peer, now_s)  # one event may fail several sessions
+        is_new = not self.records.bans.is_banned(error.peer, now_s)  # one event may fail several sessions
         if isinstance(error, PeerRefused):
             if error.retry_after_s is not None:
-                still = {each: until_s for each, until_s in self._full_until_s.items() if until_s > now_s}
-                self._full_until_s = {**still, error.peer: now_s + error.retry_after_s}
+                self.records.note_full(error.peer, error.retry_after_s, now_s)
             if not self._breaks_promise(error):
                 if error.code in REFUSED_OFFERS:
                     self._note_unkept(error.peer)
                 return
         if isinstance(error, Convicted):
-            self._suspicion.convict(error.peer, now_s)
-        self._bans.report(error.peer, now_s)
+            self.records.suspicion.convict(error.peer, now_s)
+        self.records.bans.report(error.peer, now_s)
         self._trials.note_failed(error.peer)
         if is_new and not isinstance(error, PeerUnreachable):  # that may be our own network's fault
-            self._standing.note_failed(error.peer, now_s)
+            self.records.standing.note_failed(error.peer, now_s)
             self._note_unkept(error.peer)
 
     def _note_unkept(self, peer: PeerId) -> None:
@@ -137,24 +127,24 @@ class PeerFinder:
         """Begin to try several servers that have not proved themselves, after a failure in this address group, or one
         of nobody's.
         """
-        self._broken.note(group, trio.current_time())
-        self._newcomers.try_all(self._good(self._candidates()))
+        self.records.broken.note(group, trio.current_time())
+        self._newcomers.try_all(self.records.good(self._candidates()))
 
     async def _wait_for_trials(self, span: Span, avoid: Collection[PeerId] = ()) -> None:
         """If servers are being tried, until some that have computed, or proved themselves before, cover `span`."""
         if self._trials.is_running:
-            await self._newcomers.wait(span, self._good(self._usable()), avoid)
+            await self._newcomers.wait(span, self.records.good(self._usable()), avoid)
 
     def words(self, route: Route) -> list[Word | None]:
         """The word that the peer of each hop is held to; None if no others could take its place."""
-        return self._standing.words(route, self._usable(), self.policy.step_patience_s, trio.current_time())
+        return self.records.standing.words(route, self._usable(), self.policy.step_patience_s, trio.current_time())
 
     def is_outdone(self, hop: Hop, took_s: float, length: int, *, beside: Collection[PeerId], at_once: int) -> bool:
         """Whether others that have computed lately, and have KV for this `length`, take a small part of `took_s`."""
         living = {each.peer for each in self.pool.living()} - {hop.peer}
-        others, now_s = self._good(self._candidates(length)), trio.current_time()
+        others, now_s = self.records.good(self._candidates(length)), trio.current_time()
         usable = [each for each in others if each.peer in living and self._newcomers.has_served(each, now_s)]
-        costs = self._costs(usable, length, beside=beside, at_once=at_once)
+        costs = self.records.costs(usable, length, beside=beside, at_once=at_once)
         try:
             detour = find_detour(hop.span, _held(usable), costs, self._ways(usable))
         except NoRoute:
@@ -170,8 +160,8 @@ class PeerFinder:
         now_s, positions = trio.current_time(), result.chunk.length
         for timing in (output.timing for output in result.outputs):
             took_s = timing.elapsed_us / 1e6
-            self._standing.note_served(timing.peer, len(timing.span), positions, took_s, now_s, timing.beside)
-            self.own.note_step(timing.peer, (timing.queue_us + timing.compute_us) / 1e6, now_s)
+            self.records.standing.note_served(timing.peer, len(timing.span), positions, took_s, now_s, timing.beside)
+            self.records.own.note_step(timing.peer, (timing.queue_us + timing.compute_us) / 1e6, now_s)
 
     def group_of(self, peer: PeerId) -> str | None:
         """The address group of a peer that we are connected to."""
@@ -179,7 +169,7 @@ class PeerFinder:
 
     def suspect(self, peers: Collection[PeerId]) -> None:
         """One of these peers lied, and it is not known which."""
-        self._suspicion.suspect(peers, trio.current_time())
+        self.records.suspicion.suspect(peers, trio.current_time())
 
     async def find(
         self,
@@ -199,9 +189,9 @@ class PeerFinder:
         """
         await self._wait_for_trials(span, avoid)
         others = self._candidates(positions)
-        usable = [each for each in (others if hurry else self._good(others)) if each.peer not in avoid]
+        usable = [each for each in (others if hurry else self.records.good(others)) if each.peer not in avoid]
         try:
-            costs = self._costs(usable, positions, beside=beside, at_once=at_once)
+            costs = self.records.costs(usable, positions, beside=beside, at_once=at_once)
             route = find_detour(span, _held(usable), costs, self._ways(usable))
         except NoRoute as error:
             raise NoRoute(error.missing, self._hint(error.missing, positions, avoid)) from None
@@ -221,7 +211,7 @@ class PeerFinder:
 
     def distrust(self, peer: PeerId) -> None:
         """The peer computed something else than others did: it is not to be used for a long time."""
-        self._suspicion.distrust(peer, trio.current_time())
+        self.records.suspicion.distrust(peer, trio.current_time())
 
     async def find_twin(
         self, span: Span, avoid: Collection[PeerId], groups: Collection[str]
@@ -230,11 +220,11 @@ class PeerFinder:
 
         If possible it is in none of the address `groups`: peers of one group may all be one stranger's.
         """
-        good = self._good(self._candidates())
+        good = self.records.good(self._candidates())
         twins = [each for each in good if each.offer.span.covers(span) and each.peer not in avoid]
         if not twins:
             raise NoRoute([span])
-        costs = self._costs(twins)
+        costs = self.records.costs(twins)
         twins.sort(
             key=lambda each: (
                 any(announced_group(address) in groups for address in each.addresses),
@@ -264,9 +254,9 @@ class PeerFinder:
         while True:
             await self._wait_for_trials(Span(0, self.model.blocks))
             usable = [each for each in self._candidates(positions) if each.peer not in failed]
-            explored = await self._newcomers.explore(self._good(usable))
+            explored = await self._newcomers.explore(self.records.good(usable))
             route = self._route(usable, failed, positions, explored)
-            with self.own.opening(route):
+            with self.records.own.opening(route):
                 connections, errors = await self.reaching.connect(route, usable)
             if not errors:
                 self.reaching.measure_some([hop.peer for hop in route], usable)
@@ -276,7 +266,7 @@ class PeerFinder:
                 failed[error.peer or route[0].peer] = error
             if trio.current_time() >= until_s:
                 raise errors[-1]
-            self.reaching.warm_some([each for each in self._good(usable) if each.peer not in failed])
+            self.reaching.warm_some([each for each in self.records.good(usable) if each.peer not in failed])
 
     def _route(
         self,
@@ -286,12 +276,12 @@ class PeerFinder:
         explored: Collection[PeerId],
     ) -> Route:
         """A route over peers that are not banned, or else over all of `usable`."""
-        good = self._good(usable)
+        good = self.records.good(usable)
         with suppress(NoRoute):
-            costs = self._costs(good, positions, explored=explored)
+            costs = self.records.costs(good, positions, explored=explored)
             return find_route(self.model.blocks, _held(good), costs, self._ways(good))
         try:
-            costs = self._costs(usable, positions)
+            costs = self.records.costs(usable, positions)
             return find_route(self.model.blocks, _held(usable), costs, self._ways(usable))
         except NoRoute as error:
             if failed:
@@ -306,66 +296,17 @@ class PeerFinder:
             return
         self._warmed[route] = now_s
         peers = {hop.peer for hop in route}
-        others = [each for each in self._good(self._candidates()) if each.peer not in peers]
-        addresses, costs, ways = {each.peer: each.addresses for each in others}, self._costs(others), self._ways(others)
+        others = [each for each in self.records.good(self._candidates()) if each.peer not in peers]
+        addresses, costs, ways = (
+            {each.peer: each.addresses for each in others},
+            self.records.costs(others),
+            self._ways(others),
+        )
         held = fastest(_held(others), costs, ways)
         for hop in route:
             with suppress(NoRoute):
                 for standby in find_detour(hop.span, held, costs, ways):
                     self.pool.warm(addresses[standby.peer])
-
-    def _good(self, announcements: Sequence[Announcement]) -> list[Announcement]:
-        """Those of peers that have not failed lately."""
-        banned = self._bans.banned(trio.current_time())
-        return [each for each in announcements if each.peer not in banned]
-
-    def _costs(
-        self,
-        announcements: Sequence[Announcement],
-        positions: int = 0,
-        *,
-        explored: Collection[PeerId] = (),
-        beside: Collection[PeerId] = (),
-        at_once: int = 0,
-    ) -> dict[PeerId, HopCost]:
-        """Costs by what peers say of themselves, as far as it is believed, and by what we have seen of them.
-
-        Suspected peers, those without KV for the first `positions` (the part that comes `at_once`, and a piece), those
-        that have a hop `beside`, and those that were never reached where others could not be are dearer.
-        """
-        now_s, round_trips_s = trio.current_time(), self.reaching.round_trips_s()
-        began_s = {each.peer: [*each.sessions.values()] for each in self.pool.living()}
-        own = self.own.at_peers(announcements, began_s, self.swarm.age_s, now_s)
-        row_bytes, first = self.model.row_bytes, min(positions, at_once + self.policy.route.first_positions)
-        candidates = [
-            candidate_of(each, row_bytes, round_trips_s.get(each.peer), own.get(each.peer)) for each in announcements
-        ]
-        believed = self._standing.costs(candidates, now_s, explored)
-        reached, costs, penalties = {*began_s, *round_trips_s}, dict(believed), self._suspicion.penalties(now_s)
-        penalties |= {peer: self.policy.route.second_hop_cost * penalties.get(peer, 1.0) for peer in beside}
-        full = {peer for peer, until_s in self._full_until_s.items() if until_s > now_s}
-        full |= {
-            each.peer
-            for each in announcements
-            if each.offer.kv_tokens_free < first + each.offer.kv_page  # a quick look: there are thousands
-            and each.offer.kv_tokens_free < each.offer.in_pages(first)
-        }
-        has_doubts, dearer = self._broken.has_any or self.reaching.has_doubts, full.union(penalties)
-        for each in announcements if has_doubts else [each for each in announcements if each.peer in dearer]:
-            peer, doubt_s, wait_s = each.peer, 0.0, self.policy.route.full_cost_s if each.peer in full else 0.0
-            if has_doubts and not self._standing.is_proven(peer, now_s):
-                doubt_s = self._doubt_s(each, now_s)
-                wait_s += 0.0 if peer in reached else self.reaching.doubt_s(each)
-            if wait_s or doubt_s or peer in penalties:
-                penalty, cost = penalties.get(peer, 1.0), believed[peer]
-                block_s = penalty * cost.block_s + doubt_s / self.model.blocks
-                costs[peer] = HopCost(penalty * cost.hop_s + wait_s, block_s, cost.way_s)
-        return costs
-
-    def _doubt_s(self, announcement: Announcement, now_s: float) -> float:
-        """The extra cost of all blocks at a peer that has not proved itself, after others did not serve."""
-        groups = {group for each in announcement.addresses if (group := announced_group(each))}
-        return self._broken.cost_s(groups, now_s, has_computed=self._trials.has_computed(announcement.peer, now_s))
 
     def _ways(self, announcements: Sequence[Announcement]) -> Ways:
         return believed_ways(announcements, self.reaching.round_trips_s())
@@ -378,7 +319,11 @@ class PeerFinder:
 
     def _usable(self, positions: int = 0) -> list[Announcement]:
         """Peers whose KV is large enough for `positions` when all of it is free."""
-        profile, route, excluded = self.model.profile, self.policy.route, self._suspicion.excluded(trio.current_time())
+        profile, route, excluded = (
+            self.model.profile,
+            self.policy.route,
+            self.records.suspicion.excluded(trio.current_time()),
+        )
         is_told = route.allowed is not None or route.blocked
         return [
             each
@@ -391,7 +336,7 @@ class PeerFinder:
 
     def _hint(self, missing: Sequence[Span], positions: int, failed: Collection[PeerId] = ()) -> str:
         """Says what the swarm has instead, if anything, and what to do."""
-        known, excluded = self.swarm.view.announcements(), self._suspicion.excluded(trio.current_time())
+        known, excluded = self.swarm.view.announcements(), self.records.suspicion.excluded(trio.current_time())
         why = explain_absence(
             self.model,
             missing,

@@ -173,7 +173,7 @@ class Router:
         terms: SessionTerms,
         rows: Rows,
     ) -> InferenceSession:
-        with rows.opening(route, terms.max_length), self.finder.own.opening(route):
+        with rows.opening(route, terms.max_length), self.finder.records.own.opening(route):
             return await stack.enter_async_context(open_session(route, connections, terms, self._tools(terms), rows))
 
     def _take(self, route: Route) -> None:

@@ -289,7 +289,7 @@ async def _watch(phase: Phase, users: Sequence[Client], servers: Sequence[Server
 
 def _is_avoided(user: Client, peer: PeerId) -> bool:
     finder, now_s = user.router.finder, trio.current_time()
-    return finder._bans.is_banned(peer, now_s) or finder._suspicion.is_excluded(peer, now_s)
+    return finder.records.bans.is_banned(peer, now_s) or finder.records.suspicion.is_excluded(peer, now_s)
 
 
 # The report

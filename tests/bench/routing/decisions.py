@@ -38,11 +38,11 @@ def decision_row(number: int) -> Row:
     announcements = [_announced(each, servers, rng) for each in servers]
     finder = _finder(announcements, rng)
     usable = finder._candidates(POSITIONS)
-    costs, ways = finder._costs(usable, POSITIONS), finder._ways(usable)
+    costs, ways = finder.records.costs(usable, POSITIONS), finder._ways(usable)
     parts: dict[str, Callable[[], object]] = {
         "a decision, ms": lambda: finder._route(finder._candidates(POSITIONS), {}, POSITIONS, ()),
         "those that may be used, ms": lambda: finder._candidates(POSITIONS),
-        "costs of all servers, ms": lambda: finder._costs(usable, POSITIONS),
+        "costs of all servers, ms": lambda: finder.records.costs(usable, POSITIONS),
         "the search, ms": lambda: find_route(BLOCKS, _held(usable), costs, ways),
     }
     return {"topology": f"{number} servers", **{name: _least_ms(part) for name, part in parts.items()}}

@@ -1,0 +1,114 @@
+"""A client keeps records of its peers: failures, lies, speed, and what it has there itself.
+
+The cost of a token at each peer follows from that, and from what the peer announces.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import trio
+
+from llmnode.core.address_groups import announced_group
+from llmnode.core.peers.bans import Bans
+from llmnode.core.peers.broken_promises import BrokenPromises
+from llmnode.core.peers.standing import Standing, candidate_of
+from llmnode.core.peers.suspicion import Suspicion
+from llmnode.core.route import HopCost
+from llmnode.session.own_use import OwnUses
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from llmnode.core.announcement import Announcement
+    from llmnode.core.ids import PeerId
+    from llmnode.core.model import ModelInfo
+    from llmnode.core.policy import ClientPolicy
+    from llmnode.session.reaching import Reaching
+    from llmnode.session.trials import Trials
+    from llmnode.swarm.membership import Swarm
+    from llmnode.swarm.pool import ConnectionPool
+
+
+class PeerRecords:
+    """Those of the peers of one model."""
+
+    def __init__(
+        self,
+        model: ModelInfo,
+        policy: ClientPolicy,
+        pool: ConnectionPool,
+        swarm: Swarm,
+        reaching: Reaching,
+        trials: Trials,
+    ) -> None:
+        self.own = OwnUses(policy.route.announced_after_s)
+        self.bans = Bans(policy.route.ban_s, policy.route.longest_ban_s)
+        self.suspicion = Suspicion(policy.trust)
+        self.standing = Standing(policy.standing)
+        self.broken = BrokenPromises(policy.standing)
+        self._model = model
+        self._policy = policy
+        self._pool = pool
+        self._swarm = swarm
+        self._reaching = reaching
+        self._trials = trials
+        self._full_until_s: dict[PeerId, float] = {}  # peers without free KV for a session, by their own estimate
+
+    def note_full(self, peer: PeerId, retry_after_s: float, now_s: float) -> None:
+        """The peer says that it has no KV for a session for this time."""
+        still = {each: until_s for each, until_s in self._full_until_s.items() if until_s > now_s}
+        self._full_until_s = {**still, peer: now_s + retry_after_s}
+
+    def good(self, announcements: Sequence[Announcement]) -> list[Announcement]:
+        """Those of peers that have not failed lately."""
+        banned = self.bans.banned(trio.current_time())
+        return [each for each in announcements if each.peer not in banned]
+
+    def costs(
+        self,
+        announcements: Sequence[Announcement],
+        positions: int = 0,
+        *,
+        explored: Collection[PeerId] = (),
+        beside: Collection[PeerId] = (),
+        at_once: int = 0,
+    ) -> dict[PeerId, HopCost]:
+        """Costs by what peers say of themselves, as far as it is believed, and by what we have seen of them.
+
+        Suspected peers, those without KV for the first `positions` (the part that comes `at_once`, and a piece), those
+        that have a hop `beside`, and those that were never reached where others could not be are dearer.
+        """
+        now_s, round_trips_s = trio.current_time(), self._reaching.round_trips_s()
+        began_s = {each.peer: [*each.sessions.values()] for each in self._pool.living()}
+        own = self.own.at_peers(announcements, began_s, self._swarm.age_s, now_s)
+        row_bytes, first = self._model.row_bytes, min(positions, at_once + self._policy.route.first_positions)
+        candidates = [
+            candidate_of(each, row_bytes, round_trips_s.get(each.peer), own.get(each.peer)) for each in announcements
+        ]
+        believed = self.standing.costs(candidates, now_s, explored)
+        reached, costs, penalties = {*began_s, *round_trips_s}, dict(believed), self.suspicion.penalties(now_s)
+        penalties |= {peer: self._policy.route.second_hop_cost * penalties.get(peer, 1.0) for peer in beside}
+        full = {peer for peer, until_s in self._full_until_s.items() if until_s > now_s}
+        full |= {
+            each.peer
+            for each in announcements
+            if each.offer.kv_tokens_free < first + each.offer.kv_page  # a quick look: there are thousands
+            and each.offer.kv_tokens_free < each.offer.in_pages(first)
+        }
+        has_doubts, dearer = self.broken.has_any or self._reaching.has_doubts, full.union(penalties)
+        for each in announcements if has_doubts else [each for each in announcements if each.peer in dearer]:
+            peer, doubt_s, wait_s = each.peer, 0.0, self._policy.route.full_cost_s if each.peer in full else 0.0
+            if has_doubts and not self.standing.is_proven(peer, now_s):
+                doubt_s = self._doubt_s(each, now_s)
+                wait_s += 0.0 if peer in reached else self._reaching.doubt_s(each)
+            if wait_s or doubt_s or peer in penalties:
+                penalty, cost = penalties.get(peer, 1.0), believed[peer]
+                block_s = penalty * cost.block_s + doubt_s / self._model.blocks
+                costs[peer] = HopCost(penalty * cost.hop_s + wait_s, block_s, cost.way_s)
+        return costs
+
+    def _doubt_s(self, announcement: Announcement, now_s: float) -> float:
+        """The extra cost of all blocks at a peer that has not proved itself, after others did not serve."""
+        groups = {group for each in announcement.addresses if (group := announced_group(each))}
+        return self.broken.cost_s(groups, now_s, has_computed=self._trials.has_computed(announcement.peer, now_s))
