@@ -79,7 +79,7 @@ async def test_a_banned_peer_on_a_route_is_noticed_unless_it_is_all_there_is(hur
     async with pairs_of_servers() as world, world.client() as (router, _):
         for name in ("1a", "1b"):
             router.finder.report(PeerUnreachable("gone", peer=peer_named(name)))
-        router.finder._good = list  # type: ignore[method-assign, assignment]
+        router.finder.records.good = list  # type: ignore[method-assign, assignment]
         await trio.sleep(POLICY.route.ban_s / 2)
         await router.finder.find(SPANS[1], 0, (), hurry=hurry)
         if hurry:
@@ -104,7 +104,7 @@ async def test_the_checks_count_bans_as_the_router_does() -> None:
                 for peer in peers:
                     (announced,) = [each for each in router.swarm.view.announcements() if each.peer == peer]
                     router.finder.found = [(trio.current_time(), len(router.finder.failures), (Hop(peer, SPANS[0]),))]
-                    if is_banned := not router.finder._good([announced]):
+                    if is_banned := not router.finder.records.good([announced]):
                         with pytest.raises(AssertionError):
                             check_no_banned_peer(router.finder, POLICY)
                     else:
