@@ -155,6 +155,8 @@ class ShapingProxy:
         self._target: Address | None = None
         self._aimed = trio.Event()
         self._connections: set[trio.CancelScope] = set()
+        self._hosts: set[str] = set()
+        """Those of all connections until now."""
 
     async def run(self, task_status: trio.TaskStatus[int]) -> None:
         """Serve until cancelled. It reports its port when it is started."""
@@ -173,7 +175,7 @@ class ShapingProxy:
 
         A connection keeps its shape for life.
         """
-        assert host in self.shapes or not self._connections, "shape the links from a host before there are any"
+        assert host in self.shapes or host not in self._hosts, "shape the links from a host before there are any"
         return self.shapes.setdefault(host, Shape())
 
     def reset(self) -> int:
@@ -185,7 +187,9 @@ class ShapingProxy:
     async def _serve(self, near: trio.SocketStream) -> None:
         with trio.CancelScope() as scope, _broken_unless_ended(near) as near_end:
             self._connections.add(scope)
-            shape = self.shapes.get(near.socket.getpeername()[0], self.shape)
+            host = near.socket.getpeername()[0]
+            self._hosts.add(host)
+            shape = self.shapes.get(host, self.shape)
             try:
                 await shape.until_open()
                 if math.isfinite(shape.bytes_per_s):

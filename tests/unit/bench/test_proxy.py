@@ -190,8 +190,7 @@ async def test_a_megabyte_passes_both_ways_and_ends_in_order() -> None:
 @in_trio
 async def test_connections_of_a_host_may_have_a_shape_of_their_own() -> None:
     async with proxied() as (proxy, near, far):
-        proxy.shapes["127.0.1.1"] = Shape()
-        proxy.shapes["127.0.1.1"].cut()
+        proxy.shape_of("127.0.1.1").cut()
         port = near.socket.getpeername()[1]
         async with await trio.open_tcp_stream("127.0.0.1", port, local_address="127.0.1.1") as cut_off:
             await cut_off.send_all(b"silence")
@@ -200,6 +199,14 @@ async def test_connections_of_a_host_may_have_a_shape_of_their_own() -> None:
             with trio.move_on_after(0.05) as silence:
                 await cut_off.receive_some()
             assert silence.cancelled_caught
+        proxy.shape_of("127.0.1.1").heal()
+
+
+@in_trio
+async def test_a_host_that_is_connected_gets_no_shape_of_its_own_any_more() -> None:
+    async with proxied() as (proxy, _, _):
+        with pytest.raises(AssertionError, match="before there are any"):
+            proxy.shape_of("127.0.0.1")
 
 
 @in_trio
