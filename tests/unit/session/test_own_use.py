@@ -55,3 +55,9 @@ def test_the_own_load_is_told_for_now_and_for_when_the_peer_announced_its_own() 
     later = at_peers(uses, 110.0)[ONE]
     assert (later.load, later.announced) == pytest.approx((0.5, 1.0), rel=0.1)
     assert at_peers(uses, 200.0)[ONE] == OwnUse()
+
+
+def test_steps_that_end_as_the_peer_announces_its_load_are_in_that_load() -> None:
+    uses = OwnUses(20.0)
+    uses.note_step(ONE, 10.0, 100.1)  # it ended there before this client heard of it
+    assert at_peers(uses, 100.0 + AGE_S)[ONE].announced == pytest.approx(0.69, rel=0.01)
