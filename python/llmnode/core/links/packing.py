@@ -16,14 +16,15 @@ KEEPS = 0.75
 """The share that the older measurements of packing's gain keep at each new one."""
 RISES = 1.25
 """A new measurement raises the cost by at most this factor."""
-
-
 PACKED_SHARES = {"float32": (0.85, 0.87), "float16": (0.45, 0.49), "bfloat16": (0.35, 0.39)}
 """The share of its bytes that packing leaves of a prompt's hidden states, and of one token's, by the model's dtype.
-They cross a link in 32 bits. SmolLM2-135M after each of five blocks, `tests/bench/codec`: all are within 0.01.
+They cross a link in 32 bits. SmolLM2-135M after each of four blocks: all are within 0.01
+(`tests/reference/test_packed_shares.py`).
 """
 PACKS_BELOW = (30e6, 2e6)
-"""The bytes/s of a link on which a prompt, and a token, are usually packed; likewise."""
+"""A prompt, and a token, are usually packed on links that are slower than this, in bytes/s. `tests/bench/codec` found
+34e6 and 2.4e6 for float32.
+"""
 
 
 def usual_share(dtype: str, positions: int, bytes_per_s: float) -> float:
