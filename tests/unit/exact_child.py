@@ -50,6 +50,7 @@ torch raises, wait for ever."""
 LASTING, SWITCHES = "lasting", "switches"
 """An executor beside another does not end when it is dropped; say how long a thread keeps Python's lock."""
 LONG_S = 0.5
+MEETING_S = 30.0
 TOKENS_BESIDE_PID = 100_000
 """KV tokens of a process that takes a share of the memory: these and its process id, which a test can tell apart."""
 
@@ -69,7 +70,7 @@ class TroubledExecutor(ExactExecutor):
     def forward(self, slices: Sequence[Slice]) -> Sequence[Buffer]:
         told = {each.hidden[0] for each in slices if not each.first}
         if MEET in told:
-            self._meeting.has_begun.wait()
+            _wait_for(self._meeting.has_begun)
         if PART in told:
             self._meeting.may_end.set()
         _obey(told)
@@ -79,9 +80,15 @@ class TroubledExecutor(ExactExecutor):
         told = {each.hidden[0] for each in passes}
         self._meeting.has_begun.set()
         if MEET in told:
-            self._meeting.may_end.wait()
+            _wait_for(self._meeting.may_end)
         _obey(told)
         return super().run(passes)
+
+
+def _wait_for(event: threading.Event) -> None:
+    """Not for ever: a thread of the test's own process cannot be ended by the test's deadline."""
+    if not event.wait(MEETING_S):
+        raise RuntimeError(f"nobody came in {MEETING_S:g} s")
 
 
 def _obey(told: set[int]) -> None:
