@@ -2,13 +2,14 @@
 
 A peer's word costs it nothing: a liar says that it is the fastest, and gets every session. So a peer that has served us
 counts as fast as we have seen, or as slow as it says. A step that had others of ours beside it is compared with what
-the peer says of a decode in that company. Another peer counts as slow as it says, but hardly faster than those that we
-know, and as slow as its steps were. A small share of new sessions believes such peers, once they have computed
-something in a trial, so that fast ones are found. Knows no clock: the time is told.
+the peer says of a decode in that company. Another peer counts as slow as it says, but hardly faster or nearer than
+those that we know, and as slow as its steps were. A small share of new sessions believes such peers, once they have
+computed something in a trial, so that fast ones are found. Knows no clock: the time is told.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
@@ -83,6 +84,8 @@ class Candidate(NamedTuple):
     """The time in which it sends one position's hidden state, by its own measurement; 0 if it says nothing."""
     decode: DecodeTime | None = None
     """How its decodes depend on those that are there. None if it says nothing, or is idle and was never used."""
+    blocks: int = 1
+    """The number of those that it has, as it says."""
 
     def said_beside_s(self, own: float) -> float:
         """The time of a decode through a block, as the peer says, beside this number of `own` ones."""
@@ -90,11 +93,10 @@ class Candidate(NamedTuple):
 
     def filled(self, supposed: Supposed) -> Candidate:
         """The same, with what is supposed of it where nothing was measured."""
-        peer, block_s, sessions, round_trip_s, upload_s, decode = self
+        peer, block_s, sessions, round_trip_s, upload_s, decode, blocks = self
+        block_s, upload_s = block_s or supposed.block_s, upload_s or supposed.upload_s
         round_trip_s = round_trip_s or supposed.round_trip_s or None
-        return Candidate(
-            peer, block_s or supposed.block_s, sessions, round_trip_s, upload_s or supposed.upload_s, decode
-        )
+        return Candidate(peer, block_s, sessions, round_trip_s, upload_s, decode, blocks)
 
 
 class Supposed(NamedTuple):
@@ -116,6 +118,24 @@ class Supposed(NamedTuple):
             _slow([each.round_trip_s for each in candidates]),
             min(_slow([each.said_upload_s for each in candidates]), MOST_SUPPOSED_S),
         )
+
+
+class Usual(NamedTuple):
+    """The medians of what peers cost that have proved themselves. They are the measure for newcomers."""
+
+    hop_s: float
+    block_s: float
+    blocks: float
+
+    def times(self, times: float) -> Usual:
+        return Usual(times * self.hop_s, times * self.block_s, self.blocks)
+
+    def least_block_s(self, blocks: int) -> float:
+        """The least cost of a block at a newcomer that says that it has this number of `blocks`.
+
+        If these are more than usual, they would save a way. That is a word of the newcomer, too.
+        """
+        return self.block_s + self.hop_s * max(0.0, 1 / self.blocks - 1 / blocks)
 
 
 class OwnUse(NamedTuple):
@@ -154,7 +174,8 @@ def candidate_of(
             block_s += (sessions - settled) * share * decode.further_s
     upload_kb_per_s = offer.speed.upload_kb_per_s
     upload_s = row_bytes / (KB * upload_kb_per_s) if upload_kb_per_s else 0.0
-    return new_tuple(Candidate, (announcement.peer, block_s, sessions, round_trip_s, upload_s, decode))
+    blocks = offer.span.end - offer.span.start
+    return new_tuple(Candidate, (announcement.peer, block_s, sessions, round_trip_s, upload_s, decode, blocks))
 
 
 def settled_costs(candidates: Sequence[Candidate]) -> dict[PeerId, HopCost]:
@@ -239,23 +260,27 @@ class Standing:
     ) -> Mapping[PeerId, HopCost]:
         """The cost of a token at each peer. Newcomers that are `explored` are to be believed more than usual."""
         policy, supposed = self._policy, Supposed.of(candidates)
-        proven = [
-            each.filled(supposed)._replace(said_upload_s=each.said_upload_s)
-            for each in candidates
-            if each.peer in self._known and self.is_proven(each.peer, now_s)
-        ]
-        costs = {each.peer: self._measured(each, now_s) for each in proven}
-        seen_s = [seen for each in proven if (seen := self._seen_block_s(each)) is not None]
-        said_s = seen_s or [each.said_block_s or supposed.block_s for each in candidates]
-        believed_s = median(said_s or [0.0]) / policy.believed_times
-        usual_s = median(seen_s) * policy.unproven_cost if seen_s else believed_s
+        costs, seen = {}, []
+        for each in candidates:
+            if each.peer in self._known and self.is_proven(each.peer, now_s):
+                filled = each.filled(supposed)._replace(said_upload_s=each.said_upload_s)
+                costs[each.peer] = self._measured(filled, now_s)
+                if (seen_s := self._seen_block_s(filled, each.round_trip_s or 0.0)) is not None:
+                    seen.append(Usual(costs[each.peer].hop_s, seen_s, each.blocks))
+        usual = Usual(*map(median, zip(*seen, strict=True))) if seen else None
+        said_s = [usual.block_s] if usual else [each.said_block_s or supposed.block_s for each in candidates]
+        believed = Usual(LEAST_S, median(said_s or [0.0]) / policy.believed_times, math.inf)
+        unexplored = usual.times(policy.unproven_cost) if usual else believed
+        least_block_s = {blocks: unexplored.least_block_s(blocks) for blocks in {each.blocks for each in candidates}}
         for each in candidates:  # thousands of them
-            peer, block_s, sessions, round_trip_s, upload_s, _ = each
+            peer, block_s, sessions, round_trip_s, upload_s, _, blocks = each
             if peer in costs:
                 continue
-            way_s, least_s = round_trip_s or supposed.round_trip_s, believed_s if peer in explored else usual_s
+            way_s, hop_least_s, least_s = round_trip_s or supposed.round_trip_s, unexplored.hop_s, least_block_s[blocks]
+            if peer in explored:
+                hop_least_s, least_s = believed.hop_s, believed.block_s
             hop_s, block_s = way_s + (upload_s or supposed.upload_s), block_s or supposed.block_s
-            hop_s, block_s = hop_s if hop_s > LEAST_S else LEAST_S, block_s if block_s > least_s else least_s
+            hop_s, block_s = hop_s if hop_s > hop_least_s else hop_least_s, block_s if block_s > least_s else least_s
             if sessions or peer in self._known:  # it is so for few of them
                 known = self._fresh(peer, now_s)
                 times, hop_s = self._distrust(each, known), max(hop_s, _excess_s(each.filled(supposed), known))
@@ -270,16 +295,18 @@ class Standing:
         hop_s = max(LEAST_S, excess_s, way_s + candidate.said_upload_s)
         return HopCost(hop_s, candidate.said_block_s, way_s / 2)
 
-    def _seen_block_s(self, candidate: Candidate) -> float | None:
-        """The time of a token for each block, with the way there. None if the peer is much slower than it says.
+    def _seen_block_s(self, candidate: Candidate, round_trip_s: float) -> float | None:
+        """The time of a token for each block, without the way there. None if the peer is much slower than it says.
 
-        Such a peer says nothing about what others can do.
+        Such a peer says nothing about what others can do. Nor does its way, which is `round_trip_s` if we have measured
+        it. Steps that are pushed to a peer have no such way in them: the peer then counts as fast as it says.
         """
         known, policy = self._known[candidate.peer], self._policy
         if _excess_s(candidate, known, policy.believed_times) >= policy.way_s:
             return None
-        said_s = candidate.said_beside_s
-        seen_s = median(took_s / blocks - said_s(beside) + said_s(0.0) for blocks, took_s, beside in known.short_steps)
+        said_s, way_s = candidate.said_beside_s, round_trip_s + candidate.said_upload_s
+        steps = known.short_steps
+        seen_s = median((took_s - way_s) / blocks - said_s(beside) + said_s(0.0) for blocks, took_s, beside in steps)
         return max(candidate.said_block_s, seen_s)
 
     def _distrust(self, candidate: Candidate, known: _Known | None) -> float:

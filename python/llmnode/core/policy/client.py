@@ -22,7 +22,8 @@ class StandingPolicy:
     believed_times: float = 4.0
     """A peer that has not proved itself counts at most this many times as fast as others."""
     unproven_cost: float = 1.25
-    """Next to peers that have proved themselves, another one costs at least this many times what they cost."""
+    """Next to peers that have proved themselves, another one costs at least this many times what they cost. It does so
+    in the way and in blocks, and has no more blocks than they on its word."""
     way_s: float = 0.1
     """A peer that takes this much longer than `believed_times` what it says is far away, busy or a liar. Others are not
     compared to it."""

@@ -307,6 +307,57 @@ def test_the_round_trip_to_a_peer_that_serves_us_counts_even_if_steps_are_pushed
     assert cost == HopCost(0.1, HONEST_S, 0.05)
 
 
+PLACES_S = [0.01, 0.05, 0.12]
+
+
+def far_swarm(way_s: float, *newcomers: Candidate, upload_s: float = 0.0) -> tuple[HopCost, list[HopCost]]:
+    """The cost of peers that have proved themselves, all at one place, and those of newcomers beside them."""
+    standing = Standing(POLICY)
+    proven = [Candidate(each, HONEST_S, 0, way_s, upload_s, blocks=BLOCKS) for each in HONEST]
+    for each in HONEST:
+        serve(standing, each, way_s + upload_s + BLOCKS * HONEST_S)
+    costs = standing.costs([*proven, *newcomers], 0.0)
+    return costs[HONEST[0]], [costs[each.peer] for each in newcomers]
+
+
+@pytest.mark.parametrize("upload_s", [0.0, 0.01])
+@pytest.mark.parametrize("way_s", PLACES_S)
+def test_the_way_to_a_newcomer_counts_once(way_s: float, upload_s: float) -> None:
+    newcomer = Candidate(LIAR, HONEST_S / 2, 0, way_s, upload_s, blocks=BLOCKS)
+    proven, (cost,) = far_swarm(way_s, newcomer, upload_s=upload_s)
+    assert total_s(proven) == pytest.approx(way_s + upload_s + BLOCKS * HONEST_S)
+    assert total_s(cost) == pytest.approx(POLICY.unproven_cost * total_s(proven))
+    farther = newcomer._replace(round_trip_s=2 * way_s)
+    _, (cost,) = far_swarm(way_s, farther, upload_s=upload_s)
+    assert cost.hop_s == pytest.approx(2 * way_s + upload_s)
+    assert cost.block_s == pytest.approx(POLICY.unproven_cost * HONEST_S)
+
+
+@pytest.mark.parametrize("way_s", PLACES_S)
+def test_of_two_newcomers_at_a_far_place_the_faster_one_is_preferred(way_s: float) -> None:
+    fast, slow = (Candidate(PeerId(str(times)), times * HONEST_S, 0, way_s, blocks=BLOCKS) for times in (1.5, 2.0))
+    _, costs = far_swarm(way_s, fast, slow)
+    assert [each.block_s for each in costs] == pytest.approx([1.5 * HONEST_S, 2 * HONEST_S])
+
+
+@pytest.mark.parametrize("blocks", [1, 10, 29, 30, 31, 60, 1000])
+@pytest.mark.parametrize("near_s", [0.001, 0.01, 0.05])
+def test_a_newcomer_gains_nothing_by_being_near_or_by_many_blocks_that_it_says_that_it_has(
+    near_s: float, blocks: int
+) -> None:
+    proven, (cost,) = far_swarm(0.05, Candidate(LIAR, 1e-6, 0, near_s, blocks=blocks))
+    routes_s = max(1.0, blocks / BLOCKS) * proven.hop_s + blocks * proven.block_s
+    assert total_s(cost, blocks) >= POLICY.unproven_cost * routes_s * (1 - 1e-9)
+
+
+def test_a_way_that_was_not_measured_may_be_a_lie_about_blocks() -> None:
+    """Most of a peer's time beyond what it says is then not taken away from what others are compared with."""
+    standing = Standing(POLICY)
+    serve(standing, HONEST[0], 0.1 + BLOCKS * HONEST_S)
+    costs = standing.costs([Candidate(HONEST[0], HONEST_S, 0), Candidate(LIAR, 1e-6, 0)], 0.0)
+    assert costs[LIAR].block_s == pytest.approx(POLICY.unproven_cost * (HONEST_S + 0.1 / BLOCKS))
+
+
 def test_proofs_are_forgotten() -> None:
     standing = Standing(POLICY)
     serve(standing, LIAR, 0.01, now_s=5.0)
