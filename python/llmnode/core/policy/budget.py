@@ -15,6 +15,9 @@ class TurnPolicy:
     """Its burst comes back at this rate."""
     shared_per_s: float
     """Beyond their bursts, all groups together have this many turns a second."""
+    idle_per_s: float = 0.0
+    """A group has this many while nothing useful of others was done for `idle_s`, if it is more than `shared_per_s`."""
+    idle_s: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

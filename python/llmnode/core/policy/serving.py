@@ -148,9 +148,10 @@ class ServePolicy:
     """An address group may send this many malformed frames at once. A further one costs the link that it came over."""
     malformed_per_s: float = 0.1
     """Then one is allowed this often."""
-    requests: TurnPolicy = TurnPolicy(burst=128, per_s=2, shared_per_s=64)
+    requests: TurnPolicy = TurnPolicy(burst=128, per_s=2, shared_per_s=64, idle_per_s=1024)
     """Frames of address groups that ask for no work of the worker, and refusals of others. Each takes about half a
-    millisecond of the event loop."""
+    millisecond of the event loop. A server is idle for a client while it computes no steps of others. Then a
+    batch opens its sessions in a moment."""
     requests_per_step: float = 4.0
     """A step that was computed gives its address group this many of them back: a session has some before its first
     step, and others with it."""

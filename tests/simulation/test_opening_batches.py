@@ -1,0 +1,50 @@
+"""The sessions of a large batch open in a moment where they keep nobody else from computing."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from random import Random
+from typing import TYPE_CHECKING
+
+import trio
+
+from llmnode.core.span import Span
+from llmnode.testing import Conditions, Dialogue, open_world, simulated
+from llmnode.wire.payload import Codec
+
+if TYPE_CHECKING:
+    from llmnode.testing.world import SimulatedClient
+
+ROWS, POSITIONS = 48, 4
+WAY_S = 0.01
+
+
+async def open_batch(client: SimulatedClient) -> float:
+    """The time until the sessions of a batch are open. Each then has a step, and ends."""
+    opened, began_s = trio.Event(), trio.current_time()
+    left = ROWS
+
+    async def run() -> None:
+        nonlocal left
+        async with client.router.open_session(POSITIONS, Codec.RAW) as session:
+            left -= 1
+            if not left:
+                opened.set()
+            await opened.wait()
+            await Dialogue(session, Random(0)).step(1)
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(ROWS):
+            nursery.start_soon(run)
+        await opened.wait()
+        took_s = trio.current_time() - began_s
+    return took_s
+
+
+@simulated
+async def test_batches_of_a_client_open_in_a_moment_one_after_the_other() -> None:
+    async with open_world(conditions=Conditions(delay_s=WAY_S)) as world, AsyncExitStack() as stack:
+        for name, span in {"0a": Span(0, 3), "1a": Span(3, 6)}.items():
+            await world.start(name, span)
+        client = await stack.enter_async_context(world.client())
+        assert max([await open_batch(client) for _ in range(4)]) < 0.5
