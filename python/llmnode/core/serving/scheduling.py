@@ -388,12 +388,18 @@ class Scheduler:
         return 0 if budget < least else min(budget, most)
 
     def _through_all_blocks(self, in_turn: Iterable[tuple[int, _Queued]], most: int, budget: int) -> dict[int, Slice]:
+        """Forwards in turn. None is begun in vain: once there is enough for one batch, a forward that would not be done
+        with it waits for the next. So the rows of a large batch leave for the next server one by one.
+        """
         chosen: dict[int, Slice] = {}
+        positions = 0
         for _, queued in in_turn:
-            length = 0 if queued.passed else min(queued.left, most, budget // len(queued.span))
+            length = 0 if queued.passed else min(queued.left, most - positions, budget // len(queued.span))
+            if length < queued.left and positions >= self._policy.fast_prefill:
+                break
             if length:
                 chosen[queued.ticket] = queued.slice(length)
-                most -= length
+                positions += length
                 budget -= length * len(queued.span)
         return chosen
 

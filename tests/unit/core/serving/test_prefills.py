@@ -29,6 +29,35 @@ def test_a_prefill_hardly_slows_who_reads_along_and_has_the_forward_to_itself_if
     assert 0.9 * POLICY.prefill_s <= part.length * POSITION_S <= POLICY.prefill_s
 
 
+@pytest.mark.parametrize("length", [32, 65, 128])
+def test_rows_of_a_batch_are_whole_in_their_forwards_and_leave_one_after_the_other(length: int) -> None:
+    shop, rows = Shop(), 16
+    for session in range(rows):
+        shop.open(session, 0)
+    shop.finish(shop.ask(0, 64))  # so it is known what they take
+    asked = [shop.ask(session, length) for session in range(rows)]
+    while shop.ended[-1] != asked[-1]:
+        slices = shop.run().slices.values()
+        assert all(part.length == length for part in slices)
+        assert length * len(slices) >= POLICY.fast_prefill, "a position is cheap"
+        assert length * len(slices) * POSITION_S <= POLICY.prefill_s
+    assert shop.ended[-rows:] == asked
+
+
+@pytest.mark.parametrize("length", [100, 300])
+def test_a_row_is_cut_where_a_forward_would_have_too_few_positions_or_too_many(length: int) -> None:
+    shop = Shop()
+    for session in range(2):
+        shop.open(session, 0)
+    shop.finish(shop.ask(0, 64))
+    rows = [shop.ask(session, length) for session in range(2)]
+    slices = [part.length for part in shop.run().slices.values()]
+    assert POLICY.fast_prefill <= sum(slices) <= POLICY.prefill_s / POSITION_S
+    assert slices[-1] < length
+    shop.finish(rows[-1])
+    assert shop.ended[-2:] == rows
+
+
 @pytest.mark.parametrize("blocks", [8, 30])
 def test_beside_decodes_a_prefill_goes_through_a_few_blocks_at_a_time_in_chunks_as_large_as_fit(blocks: int) -> None:
     shop = shop_of(blocks, 2)
