@@ -49,7 +49,7 @@ impl Yamux {
         match header.kind {
             Kind::Ping if header.has(SYN) => return self.answer(Kind::Ping, ACK, 0, header.length),
             Kind::Ping => {
-                self.round_trip.pong(header.length, self.now_s);
+                self.round_trip.pong(header.length, self.now_s, self.moved_bytes);
                 if self.marks.pong(header.length, self.now_s) {
                     for stream in self.held.drain(..) {
                         note(&mut events.writable, stream);

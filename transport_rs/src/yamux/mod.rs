@@ -103,6 +103,8 @@ pub struct Yamux {
     next_stream: u32,
     round_trip: RoundTrip,
     marks: Marks,
+    /// The bytes that were written and received.
+    moved_bytes: u64,
     /// Streams that wait for an answer to a mark.
     held: Vec<u32>,
     now_s: f64,
@@ -126,6 +128,7 @@ impl Yamux {
             next_stream: if role == Role::Initiator { 1 } else { 2 },
             round_trip: RoundTrip::default(),
             marks: Marks::default(),
+            moved_bytes: 0,
             held: Vec::new(),
             now_s: 0.0,
             going_away: false,
@@ -141,7 +144,7 @@ impl Yamux {
     pub fn tell_time(&mut self, now_s: f64) {
         self.now_s = now_s;
         if self.out.len() < self.limits.out_data_bytes
-            && let Some(number) = self.round_trip.ping(now_s)
+            && let Some(number) = self.round_trip.ping(now_s, self.moved_bytes)
         {
             self.push(Kind::Ping, SYN, 0, number);
         }
@@ -155,6 +158,7 @@ impl Yamux {
         if let Some(error) = self.failed {
             return Err(error);
         }
+        self.moved_bytes += bytes.len() as u64;
         self.take_frames(bytes, events).inspect_err(|error| {
             self.failed = Some(*error);
             self.go_away(GO_AWAY_PROTOCOL_ERROR);
@@ -192,6 +196,7 @@ impl Yamux {
         let len_bytes = bytes.len().min(most).min(state.send_credit as usize);
         let (now, _) = bytes.split_at_checked(len_bytes)?;
         state.send_credit -= u32::try_from(len_bytes).ok()?;
+        self.moved_bytes += len_bytes as u64;
         for part in now.chunks(DATA_BYTES_MAX) {
             let len_bytes = u32::try_from(part.len()).ok()?;
             self.push(Kind::Data, 0, stream, len_bytes);
