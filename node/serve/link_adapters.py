@@ -37,7 +37,7 @@ class LinkAdapters:
     def begin(self, frame: Frame) -> None:
         """Do what a frame asks for, in a task. Raises RemoteProtocolError or PeerRefused for what cannot be."""
         answer = self._offered(frame) if frame.type is FrameType.ADAPTER else self._brought(frame)
-        self._requests.begin(frame, frame.size_bytes, answer)
+        self._requests.begin(frame, answer)
 
     def _offered(self, frame: Frame) -> _Answer:
         asked, manifest = unpack(AdapterUse, frame.meta), unpack_manifest(frame.payload)

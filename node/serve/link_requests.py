@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from llmnode.core.account import Account
-from llmnode.core.budget import Kind, Resource
 from llmnode.errors import PeerError, PeerRefused, RemoteProtocolError
+from llmnode.node.serve.request_memory import RETRY_S
 from llmnode.wire.messages import RefusalCode
 from llmnode.wire.refusal import refusal_for, refusal_of
 
@@ -20,21 +19,21 @@ if TYPE_CHECKING:
 
     from llmnode.core.ids import PeerId, Step
     from llmnode.node.serve.conduct import Conduct
+    from llmnode.node.serve.request_memory import HeldRequest, RequestMemory
     from llmnode.ports import Link
     from llmnode.wire.frame import Frame
 
 log = logging.getLogger(__name__)
 
-RETRY_S = 0.5
-
 
 class LinkRequests:
-    """Each is a task in `nursery`, and holds memory (`Resource.PASSES`) in the scope of the link."""
+    """Each is a task in `nursery`, and holds `memory` in the scope of the link."""
 
     def __init__(
         self,
         link: Link,
         nursery: trio.Nursery,
+        memory: RequestMemory,
         conduct: Conduct,
         on_bug: Callable[[PeerId, Exception], None],
         most: int,
@@ -43,6 +42,7 @@ class LinkRequests:
         """`most` may be under way, and each is a `what`, for the client to read. The others are the server's."""
         self._link = link
         self._nursery = nursery
+        self._memory = memory
         self._conduct = conduct
         self._on_bug = on_bug
         self._most = most
@@ -52,12 +52,12 @@ class LinkRequests:
     def begin(
         self,
         frame: Frame,
-        size_bytes: int,
         answer: Callable[[], Awaitable[Frame]],
+        work_bytes: int = 0,
         end: Callable[[], None] = lambda: None,
         patience_s: float = inf,
     ) -> None:
-        """Send what `answer` gives for a request. It holds `size_bytes` until then, and `end` is called after it.
+        """Send what `answer` gives for a request. It is called when there are `work_bytes`, and `end` after it.
 
         `answer` may raise PeerRefused, or RemoteProtocolError for what is malformed: the link pays for that. If this
         raises PeerRefused, the request has not begun, and `end` is not called.
@@ -65,18 +65,10 @@ class LinkRequests:
         if len(self._under_way) >= self._most:
             why = f"{self._most} are under way over this link: no further {self._what} is taken now"
             raise PeerRefused(RefusalCode.BUSY, why, retry_after_s=RETRY_S)
-        account = Account(self._link.scope.open(Kind.SESSION, self._what), Resource.PASSES)
-        if not account.resize(size_bytes):
-            could_hold = account.scope.could_hold(Resource.PASSES, size_bytes)
-            account.scope.close()
-            if not could_hold:
-                why = f"a {self._what} takes {size_bytes >> 20} MiB here, more than there is for one: send less at once"
-                raise PeerRefused(RefusalCode.NO_ROOM, why)
-            why = f"no memory is left for this {self._what} now"
-            raise PeerRefused(RefusalCode.BUSY, why, retry_after_s=RETRY_S)
+        held = self._memory.hold(self._link.scope, frame.size_bytes, work_bytes, self._what)
         scope = trio.CancelScope(deadline=trio.current_time() + patience_s)
         self._under_way[scope] = frame.step
-        self._nursery.start_soon(self._run, frame, answer, end, account, scope)
+        self._nursery.start_soon(self._run, frame, answer, end, held, scope)
 
     def cancel(self, step: Step) -> None:
         """Nobody waits any more for the answer to the request of this step."""
@@ -94,12 +86,12 @@ class LinkRequests:
         frame: Frame,
         answer: Callable[[], Awaitable[Frame]],
         end: Callable[[], None],
-        account: Account,
+        held: HeldRequest,
         scope: trio.CancelScope,
     ) -> None:
         try:
             with scope:
-                await self._answer(frame, answer)
+                await self._answer(frame, answer, held)
             if scope.cancelled_caught and scope.deadline <= trio.current_time():
                 await self._link.send(refusal_of(frame, RefusalCode.BUSY, f"the time for this {self._what} is over"))
         except PeerError as error:
@@ -111,11 +103,12 @@ class LinkRequests:
             self._on_bug(self._link.peer, error)
         finally:
             del self._under_way[scope]
-            account.scope.close()
+            held.end()
             end()
 
-    async def _answer(self, frame: Frame, answer: Callable[[], Awaitable[Frame]]) -> None:
+    async def _answer(self, frame: Frame, answer: Callable[[], Awaitable[Frame]], held: HeldRequest) -> None:
         try:
+            await held.begin_work()
             answered = await answer()
         except PeerRefused as error:
             answered = refusal_for(frame, error)

@@ -78,7 +78,7 @@ class LinkPasses:
             trains_adapter, alone = not _says(request, FROZEN_ADAPTER), _says(request, ALONE)
             terms = PassTerms(priority, next(self._numbers), trains_adapter, alone)
             parts = PassParts(served, span, request.lengths, self._client, adapter, terms)
-            work_bytes = form.work_bytes(positions) * (1 + _halves(frame))
+            work_bytes = form.pass_work_bytes(positions, _halves(frame))
             # Prompts are held as they came, and by part; their gradients as they come, summed, and in the answer.
             work_bytes += prompts.size_bytes * (5 if frame.type is FrameType.BACKWARD else 2)
             if frame.type is FrameType.BACKWARD:
@@ -90,8 +90,8 @@ class LinkPasses:
 
             self._requests.begin(
                 frame,
-                len(frame.payload) + work_bytes,
                 lambda: self._computed(frame, parts, form, prompts),
+                work_bytes,
                 end,
                 min(deadline_s(request) or inf, served.policy.longest_pass_s),
             )

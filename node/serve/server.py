@@ -24,6 +24,7 @@ from llmnode.node.serve.conduct import Conduct
 from llmnode.node.serve.links import log_bug
 from llmnode.node.serve.next_hops import NextHops
 from llmnode.node.serve.push_inlet import PushDesk
+from llmnode.node.serve.request_memory import RequestMemory
 from llmnode.node.serve.served_span import ServedSpan, ServeStats
 from llmnode.node.serve.session import ServerSession
 from llmnode.node.serve.work_turns import WorkTurns
@@ -82,6 +83,7 @@ class Server:
     figures: Callable[[], ServerFigures | None] = lambda: None
     """The prediction for this server, beside what it does. A peer that asks for its description is told."""
     work_turns: WorkTurns = field(default_factory=WorkTurns)
+    request_memory: RequestMemory = field(default_factory=RequestMemory)
     next_hops: NextHops = field(init=False)
     desk: PushDesk = field(init=False)
     conduct: Conduct = field(init=False)

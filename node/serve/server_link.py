@@ -68,7 +68,7 @@ class ServerLink:
         self._server = server
         self._link = link
         self._nursery = nursery
-        mine, policy = (link, nursery, server.conduct, server.on_bug), server.policy
+        mine, policy = (link, nursery, server.request_memory, server.conduct, server.on_bug), server.policy
         passes = LinkRequests(*mine, policy.passes_per_link, "pass")
         parts = LinkRequests(*mine, policy.adapter_parts_per_link, "part of an adapter")
         self._requests = passes, parts

@@ -144,6 +144,14 @@ class HiddenForm:
         fp32_bytes = FP32_BYTES * positions * self.hidden_size
         return fp32_bytes if self.codec is Codec.RAW else 2 * fp32_bytes + self.bytes_of(positions)
 
+    def pass_work_bytes(self, positions: int, halves: int) -> int:
+        """The memory for a pass while it is computed: its `halves` decoded (hidden states, or also gradients), the
+        results as they come, and these put together and encoded.
+        """
+        fp32_bytes = FP32_BYTES * positions * self.hidden_size
+        decoded_bytes = (halves - 1 if self.codec is Codec.RAW else halves) * fp32_bytes
+        return decoded_bytes + 2 * fp32_bytes + self.bytes_of(positions) * (self.codec is not Codec.RAW)
+
     def encode(self, hidden: Buffer) -> Buffer:
         return encode_hidden(hidden, self.codec)
 

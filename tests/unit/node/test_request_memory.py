@@ -1,0 +1,123 @@
+"""Requests wait at a server with their frames, and one after the other has memory to be worked on. None is stuck."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+import trio
+import trio.testing
+
+from llmnode.core.budget import Budget, Kind, Resource
+from llmnode.core.ids import PeerId
+from llmnode.core.policy import BudgetPolicy
+from llmnode.errors import PeerRefused
+from llmnode.node.serve.request_memory import RequestMemory
+from llmnode.testing import simulated
+from llmnode.wire.messages import RefusalCode
+
+if TYPE_CHECKING:
+    from llmnode.core.budget import Scope
+
+MIB = 1 << 20
+MOST = 8 * MIB
+"""The memory for all requests."""
+POLICY = BudgetPolicy(memory_bytes=int(MOST / BudgetPolicy().pass_share))
+
+
+def link_of(budget: Budget, peer: str = "somebody", address: str = "8.8.8.8") -> Scope:
+    return budget.connection(address, PeerId(peer)).open(Kind.LINK, "a link")
+
+
+@simulated
+async def test_the_next_request_is_here_when_the_one_before_it_ends() -> None:
+    """There is memory for the work of one of them."""
+    budget, memory = Budget(POLICY), RequestMemory()
+    link, ended_s = link_of(budget), []
+
+    async def work() -> None:
+        held = memory.hold(link, MIB, 5 * MIB, "pass")
+        await held.begin_work()
+        await trio.sleep(1)
+        held.end()
+        ended_s.append(trio.current_time())
+
+    began_s = trio.current_time()
+    async with trio.open_nursery() as nursery:
+        for _ in range(3):
+            nursery.start_soon(work)
+    assert [each - began_s for each in ended_s] == pytest.approx([1, 2, 3])
+    assert not any(budget.process.held.values())
+
+
+@pytest.mark.parametrize(
+    ("frame_bytes", "work_bytes", "code"),
+    [(MIB, 8 * MIB, RefusalCode.NO_ROOM), (9 * MIB, 0, RefusalCode.NO_ROOM), (3 * MIB, 2 * MIB, RefusalCode.BUSY)],
+)
+def test_a_request_for_which_there_is_no_memory_is_refused_and_leaves_nothing(
+    frame_bytes: int, work_bytes: int, code: RefusalCode
+) -> None:
+    budget, memory = Budget(POLICY), RequestMemory()
+    link = link_of(budget)
+    memory.hold(link, MIB, 5 * MIB, "pass")
+    with pytest.raises(PeerRefused, match="pass") as caught:
+        memory.hold(link, frame_bytes, work_bytes, "pass")
+    assert caught.value.code is code
+    assert budget.process.held[Resource.PASSES] == MIB
+
+
+@simulated
+async def test_a_request_whose_link_ends_waits_no_more() -> None:
+    budget, memory = Budget(POLICY), RequestMemory()
+    first, link = memory.hold(link_of(budget), 0, MOST, "pass"), link_of(budget, "another")
+    await first.begin_work()
+    second = memory.hold(link, 0, MIB, "pass")
+    link.close()
+
+    async def wait_in_vain() -> None:
+        with pytest.raises(PeerRefused, match="no memory is left"):
+            await second.begin_work()
+
+    with trio.fail_after(1):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(wait_in_vain)
+            await trio.testing.wait_all_tasks_blocked()
+            first.end()
+    second.end()
+    assert not any(budget.process.held.values())
+
+
+@pytest.mark.parametrize("seed", range(20))
+@simulated
+async def test_whatever_waits_there_is_always_memory_for_one_of_them(seed: int) -> None:
+    rng, budget, memory = random.Random(seed), Budget(POLICY), RequestMemory()
+    done = refused = working = 0
+
+    async def work(link: Scope, frame_bytes: int, work_bytes: int) -> None:
+        nonlocal done, refused, working
+        await trio.sleep(20 * rng.random())
+        try:
+            held = memory.hold(link, frame_bytes, work_bytes, "pass")
+        except PeerRefused:
+            refused += 1
+            return
+        with trio.move_on_after(rng.choice([0.05, 1000])):
+            await held.begin_work()
+            working += 1
+            with trio.CancelScope(shield=True):
+                await trio.sleep(0.2)
+            working -= 1
+            done += 1
+        held.end()
+
+    links = [link_of(budget, str(number), f"8.8.{number % 3}.8") for number in range(6)]
+    with trio.fail_after(200):
+        async with trio.open_nursery() as nursery:
+            for _ in range(200):
+                nursery.start_soon(work, rng.choice(links), rng.randrange(3 * MIB), rng.randrange(6 * MIB))
+            for _ in range(200):
+                await trio.sleep(0.1)
+                assert working or not memory._here, "they wait, and nobody works"
+    assert done > 50 and refused
+    assert not any(budget.process.held.values())
