@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from bench.pipeline.charged import ChargedExecutor
 from llmnode.compute.loading import SpanLoader
-from llmnode.core.policy import BatchPolicy
 from llmnode.node.cli import main, run
 from llmnode.ports import Loaded
 
@@ -81,9 +80,8 @@ class ExclusiveExecutor(ChargedExecutor):
     def forward(self, slices: Sequence[Slice]) -> Sequence[Buffer]:
         for each in slices:
             blocks = len(each.blocks(self._spans[each.session]))
-            is_decode = each.length <= BatchPolicy().decode_positions
-            seconds = decode_s(each.start, blocks) if is_decode else positions_s(1, blocks)
-            self._resource.hold(each.length * seconds)
+            seconds = decode_s(each.start, blocks) if each.length == 1 else positions_s(each.length, blocks)
+            self._resource.hold(seconds)
         return [self._passed(each) for each in slices]
 
     def run(self, passes: Sequence[Pass]) -> Sequence[Buffer]:
