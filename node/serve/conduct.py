@@ -13,6 +13,7 @@ import trio
 
 from llmnode.core.budget import Resource
 from llmnode.core.rates import Rates
+from llmnode.core.serving.group_work import GroupWork
 from llmnode.errors import PeerRefused
 from llmnode.net.turns import Turns
 from llmnode.wire.frame import FrameType
@@ -31,6 +32,9 @@ COUNTED_POSITIONS = 64
 COUNTED_OPEN = 3.0
 """A session that opens counts as this many more: it waits for KV, and the server looks which others may go for it."""
 
+OPENINGS = frozenset({FrameType.OPEN, FrameType.NEIGHBOURS, FrameType.CLOSE})
+"""A session opens and ends with these."""
+
 MOST_COUNTED = 64.0
 """No request counts as more: all other groups wait meanwhile, and a length is a claim."""
 
@@ -38,11 +42,14 @@ MOST_COUNTED = 64.0
 class Conduct:
     """The malformed and unasked frames that a node has received."""
 
-    def __init__(self, policy: ServePolicy) -> None:
+    def __init__(self, policy: ServePolicy, *, serves: bool = False) -> None:
+        """A node that `serves` no blocks opens no sessions either."""
         self._malformed = Rates(policy.malformed_burst, policy.malformed_per_s)
         self._unasked = Rates(policy.unasked_burst, policy.unasked_per_s)
         self._probes = Rates(policy.probes_burst, policy.probes_per_s)
         self._requests = Turns(policy.requests)
+        self._openings = Turns(policy.openings) if serves else self._requests
+        self._work = GroupWork(policy.others_work_s)
         self._per_step = policy.requests_per_step
         self.probe_bytes = policy.probe_bytes
 
@@ -58,9 +65,18 @@ class Conduct:
         if not link.scope.take(Resource.MEMORY, frame.size_bytes):
             raise PeerRefused(RefusalCode.BUSY, "your address has asked for much, and no memory is left meanwhile")
         try:
-            await self._requests.wait(path, amount)
+            is_free = frame.type in OPENINGS and not self._work.is_of_others(link.group, trio.current_time())
+            await (self._openings if is_free else self._requests).wait(path, amount)
         finally:
             link.scope.release(Resource.MEMORY, frame.size_bytes)
+
+    def begin_work(self, group: str) -> None:
+        """A step or a pass of this address group has begun."""
+        self._work.begin(group)
+
+    def end_work(self, group: str) -> None:
+        """It has ended, as it may."""
+        self._work.end(group, trio.current_time())
 
     def note_step(self, group: str) -> None:
         """A step of this address group was computed."""

@@ -46,15 +46,16 @@ class LinkPasses:
         requests: LinkRequests,
         client: Client,
         served_for: Callable[[Pass], ServedSpan],
-        count: Callable[[ServedSpan, int], None],
+        note_begin: Callable[[ServedSpan, str], None],
+        note_end: Callable[[ServedSpan, str], None],
     ) -> None:
-        """`served_for` gives the blocks for a pass of `client`, or raises PeerRefused. `count` is told of passes that
-        begin and end there, as 1 and -1.
+        """`served_for` gives the blocks for a pass of `client`, or raises PeerRefused. The others are told of passes
+        that begin and end there, and of their address group.
         """
         self._requests = requests
         self._client = client
         self._served_for = served_for
-        self._count = count
+        self._note_begin, self._note_end = note_begin, note_end
         self._numbers = itertools.count()
 
     def begin(self, frame: Frame) -> None:
@@ -86,7 +87,7 @@ class LinkPasses:
 
             def end() -> None:
                 parts.release()
-                self._count(served, -1)
+                self._note_end(served, self._client.group)
 
             self._requests.begin(
                 frame,
@@ -96,7 +97,7 @@ class LinkPasses:
                 min(deadline_s(request) or inf, served.policy.longest_pass_s),
             )
             refused.pop_all()
-        self._count(served, 1)
+        self._note_begin(served, self._client.group)
         served.tally.positions += positions
 
     def cancel(self, frame: Frame) -> None:

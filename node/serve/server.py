@@ -83,15 +83,16 @@ class Server:
     figures: Callable[[], ServerFigures | None] = lambda: None
     """The prediction for this server, beside what it does. A peer that asks for its description is told."""
     work_turns: WorkTurns = field(default_factory=WorkTurns)
-    request_memory: RequestMemory = field(default_factory=RequestMemory)
     next_hops: NextHops = field(init=False)
     desk: PushDesk = field(init=False)
     conduct: Conduct = field(init=False)
+    request_memory: RequestMemory = field(init=False)
 
     def __post_init__(self) -> None:
         self.next_hops = NextHops(self.pushes, self._addresses, self.policy)
         self.desk = PushDesk(self.network.budget, self.policy)
-        self.conduct = Conduct(self.policy)
+        self.conduct = Conduct(self.policy, serves=True)
+        self.request_memory = RequestMemory(self.policy)
 
     async def drop_idle_adapters(self) -> None:
         """Drop adapters that nothing used for a while, until cancelled."""
@@ -222,12 +223,18 @@ class Server:
             session.leave_link()
         self.note_end()
 
-    def count_passes(self, held: ServedSpan, more: int) -> None:
-        """This number of passes have begun there, or ended if it is negative."""
-        self.passes += more
-        held.passes += more
-        if more < 0:
-            self.note_end()
+    def begin_pass(self, held: ServedSpan, group: str) -> None:
+        """A pass of this address group has begun there."""
+        self.conduct.begin_work(group)
+        self.passes += 1
+        held.passes += 1
+
+    def end_pass(self, held: ServedSpan, group: str) -> None:
+        """It has ended."""
+        self.conduct.end_work(group)
+        self.passes -= 1
+        held.passes -= 1
+        self.note_end()
 
     def note_end(self) -> None:
         """A session or a pass has ended, or its client has."""

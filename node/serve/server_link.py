@@ -72,7 +72,8 @@ class ServerLink:
         passes = LinkRequests(*mine, policy.passes_per_link, "pass")
         parts = LinkRequests(*mine, policy.adapter_parts_per_link, "part of an adapter")
         self._requests = passes, parts
-        self._passes = LinkPasses(passes, Client(link.group, link.peer), self._served_for, server.count_passes)
+        client = Client(link.group, link.peer)
+        self._passes = LinkPasses(passes, client, self._served_for, server.begin_pass, server.end_pass)
         self._adapters = LinkAdapters(link, parts, server.holder_of)
         shared = server.sessions, server.desk, server.conduct, server.tally, server.on_bug
         self._pushes = LinkPushes(link, nursery, *shared)

@@ -251,6 +251,7 @@ class ServerSession:
         try:
             self._form.check_values(frame)
             self.served.admission.use(frame.session)
+            self.served.conduct.begin_work(self._group)
             try:
                 await self.served.admission.reserve(frame.session, frame.start + frame.length)
                 logged_bytes, more_bytes = self._logged_bytes, self._form.bytes_of(frame.length)
@@ -263,6 +264,7 @@ class ServerSession:
                 payload = self._form.encode(computed.hidden)
             finally:
                 self._memory.end_work()
+                self.served.conduct.end_work(self._group)
                 self.served.admission.use(frame.session, ends=True)
             if not self._form.is_sound(payload, frame.length):  # the next hop would refuse it
                 raise ConfigError(f"blocks {self._span} put out numbers that are not finite")

@@ -9,10 +9,17 @@ from typing import TYPE_CHECKING
 import trio
 
 from llmnode.core.span import Span
+from llmnode.swarm.membership import Swarm
 from llmnode.testing import Conditions, Dialogue, open_world, simulated
 from llmnode.wire.payload import Codec
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import pytest
+
+    from llmnode.core.ids import PeerId
+    from llmnode.swarm.peer_connection import PeerConnection
     from llmnode.testing.world import SimulatedClient
 
 ROWS, POSITIONS = 48, 4
@@ -48,3 +55,27 @@ async def test_batches_of_a_client_open_in_a_moment_one_after_the_other() -> Non
             await world.start(name, span)
         client = await stack.enter_async_context(world.client())
         assert max([await open_batch(client) for _ in range(4)]) < 0.5
+
+
+@simulated
+async def test_the_sessions_of_a_batch_tell_a_server_once_about_its_next_hop(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[PeerConnection] = []
+    introduce = Swarm.introduce
+
+    async def count(swarm: Swarm, connection: PeerConnection, peers: Iterable[PeerId]) -> None:
+        peers = list(peers)
+        told.extend([connection] * len(peers))
+        await introduce(swarm, connection, peers)
+
+    async with open_world() as world:
+        for name, span in {"0a": Span(0, 3), "1a": Span(3, 6)}.items():
+            await world.start(name, span)
+        async with world.client() as client:
+            await open_batch(client)
+            await trio.sleep(1)
+            monkeypatch.setattr(Swarm, "introduce", count)
+            await open_batch(client)
+            assert not told
+            await trio.sleep(client.router.finder.policy.route.introduced_s)
+            await open_batch(client)
+            assert told

@@ -3,7 +3,7 @@
 Identities are free, and addresses are not: members are named by a path that begins with their address group. A group
 that has used its burst waits for turns at the shared rate. The group that has had the fewest turns is next
 (`fair_turns.py`). So a newcomer waits for a moment, and the work is bounded, whatever the number of groups that ask.
-The bound is higher while nothing useful of others would have to wait for it. The time is told.
+The time is told.
 """
 
 from __future__ import annotations
@@ -28,10 +28,6 @@ class SharedRate(Generic[T]):
     def __init__(self, policy: TurnPolicy) -> None:
         self._own = Rates(policy.burst, policy.per_s)
         self._pause_s = 1 / policy.shared_per_s
-        self._idle_pause_s = 1 / max(policy.shared_per_s, policy.idle_per_s)
-        self._idle_s = policy.idle_s
-        self._useful, self._useful_before = ("", -inf), ("", -inf)
-        """The group that has done something useful last, and when; and the last one before it of another group."""
         self._turns: FairTurns[tuple[Sequence[str], float, T]] = FairTurns()
         self._next_s = -inf
         """When the next turn may be given."""
@@ -47,9 +43,6 @@ class SharedRate(Generic[T]):
     def give_back(self, group: str, amount: float, now_s: float) -> None:
         """The group has done something useful: it may have this much more done."""
         self._own.give_back(group, now_s, amount)
-        if self._useful[0] != group:
-            self._useful_before = self._useful
-        self._useful = group, now_s
 
     def wait(self, path: Sequence[str], member: T, amount: float = 1.0) -> None:
         """Its turn counts as an `amount` of them."""
@@ -69,7 +62,5 @@ class SharedRate(Generic[T]):
             return None
         path, amount, member = found
         self._turns.note(path, amount)
-        _, others_s = self._useful_before if self._useful[0] == path[0] else self._useful
-        pause_s = self._pause_s if now_s < others_s + self._idle_s else self._idle_pause_s
-        self._next_s = max(self._next_s, now_s - pause_s) + amount * pause_s
+        self._next_s = max(self._next_s, now_s - self._pause_s) + amount * self._pause_s
         return member

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import random
 from contextlib import suppress
+from math import inf
 from typing import TYPE_CHECKING
 
 import trio
@@ -47,6 +48,8 @@ NAMED = 4
 """The most precisions that a message names."""
 REFUSED_OFFERS = {RefusalCode.WRONG_MODEL, RefusalCode.SPAN_NOT_HELD, RefusalCode.BAD_MESSAGE, RefusalCode.CONFLICT}
 """Refusals of what a peer announces. It may have moved to other blocks, so it is not banned for one."""
+MOST_INTRODUCED = 64
+"""A client remembers this many next hops that it has told a server about."""
 MOST_TWINS = 4
 """A spot check connects to this many peers, to find one of another address group."""
 
@@ -202,8 +205,15 @@ class PeerFinder:
         return route, connections
 
     async def introduce(self, connection: PeerConnection, peer: PeerId) -> None:
-        """Tell the server at `connection` about `peer`. Raises PeerUnreachable."""
-        await self.swarm.introduce(connection, [peer])
+        """Tell the server at `connection` about `peer`, unless it was told a moment ago: the sessions of a batch have
+        the same hops. Raises PeerUnreachable.
+        """
+        told, now_s = connection.introduced, trio.current_time()
+        if told.get(peer, -inf) + self.policy.route.introduced_s <= now_s:
+            if len(told) >= MOST_INTRODUCED:
+                told.clear()
+            told[peer] = now_s
+            await self.swarm.introduce(connection, [peer])
 
     async def wait_changed(self) -> None:
         """Until other peers are known than now."""

@@ -53,6 +53,8 @@ class PeerConnection:
         self.company = Company()
         """The positions of these sessions that the peer has now, by their steps."""
         self.adapters = BroughtAdapters(self.ask_peer, link.peer)
+        self.introduced: dict[PeerId, float] = {}
+        """When the peer was told about its next hops."""
         self.knows_prompts = True
         """False once the peer has said that it knows no deep prompts."""
         self._listeners: dict[SessionId, tuple[Callable[[Frame], None], Callable[[], None]]] = {}

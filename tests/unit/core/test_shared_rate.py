@@ -78,27 +78,3 @@ def test_one_that_gives_up_waits_no_more() -> None:
     assert len(rate) == 1
     assert rate.next(0.0) == "second"
     assert rate.next(9.0) is None
-
-
-def test_while_nothing_useful_of_others_was_done_there_are_more_turns() -> None:
-    rate: SharedRate[str] = SharedRate(TurnPolicy(1, 0.001, 10, idle_per_s=100, idle_s=1))
-    for _ in range(1000):
-        rate.wait(["group"], "group")
-
-    def turns(from_s: float, to_s: float) -> int:
-        found, now_s = 0, from_s
-        while now_s < to_s:
-            while rate.next(now_s) is not None:
-                found += 1
-            now_s += 0.001
-        return found
-
-    assert 190 <= turns(0, 2) <= 210
-    rate.give_back("another", 1.0, 2.0)
-    assert 9 <= turns(2, 3) <= 11
-    assert 90 <= turns(3, 4) <= 110
-    rate.give_back("group", 1.0, 4.0)
-    assert 90 <= turns(4, 5) <= 110, "its own work does not wait for that of others"
-    for useful in ("another", "group", "group"):
-        rate.give_back(useful, 0.0, 5.0)
-    assert 9 <= turns(5, 6) <= 11

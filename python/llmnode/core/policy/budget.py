@@ -15,9 +15,6 @@ class TurnPolicy:
     """Its burst comes back at this rate."""
     shared_per_s: float
     """Beyond their bursts, all groups together have this many turns a second."""
-    idle_per_s: float = 0.0
-    """A group has this many while nothing useful of others was done for `idle_s`, if it is more than `shared_per_s`."""
-    idle_s: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +27,7 @@ class BudgetPolicy:
     work_share: float = 0.25
     """The share of it for the steps that are being computed: their hidden states in fp32, in and out."""
     pass_share: float = 0.125
-    """The share of it for passes, which train, from their arrival to their answer."""
+    """The share of it for passes, which train: their frames from their arrival on, and their work."""
     adapter_bytes: int = 512 << 20
     """Adapters of clients, which a worker holds beside its KV. One of rank 16 for all layers of a model of 7 billion
     weights takes 160 MB, a third of which a server of ten blocks holds."""

@@ -74,6 +74,8 @@ class RoutePolicy:
     connect_moment_s: float = 0.1
     """After the first failed connection of a route, the client waits this long for the others. Further peers that
     cannot be reached are then found at the same time."""
+    introduced_s: float = 5.0
+    """A server that was told about its next hop remembers it for this long, whatever its view is like."""
     open_patience_s: float = 10.0
     """A session that cannot open tries again for this long, while the view says that its peers are there."""
     kv_patience_s: float = 60.0

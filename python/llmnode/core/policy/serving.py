@@ -41,6 +41,9 @@ class BatchPolicy:
     beside decodes on a CPU."""
     most_prefill: int = 512
     """More positions gain nothing on any device that we know, and need memory."""
+    full_share: float = 0.75
+    """A forward with this share of the positions that there is time for, and `fast_prefill` of them, begins no row that
+    it could not end."""
     pass_positions: int = 256
     """Sequences of a pass go together up to this many positions. More gain nothing on a CPU, and others would wait."""
     gather_share: float = 0.85
@@ -148,10 +151,14 @@ class ServePolicy:
     """An address group may send this many malformed frames at once. A further one costs the link that it came over."""
     malformed_per_s: float = 0.1
     """Then one is allowed this often."""
-    requests: TurnPolicy = TurnPolicy(burst=128, per_s=2, shared_per_s=64, idle_per_s=1024)
+    requests: TurnPolicy = TurnPolicy(burst=128, per_s=2, shared_per_s=64)
     """Frames of address groups that ask for no work of the worker, and refusals of others. Each takes about half a
-    millisecond of the event loop. A server is idle for a client while it computes no steps of others. Then a
-    batch opens its sessions in a moment."""
+    millisecond of the event loop."""
+    openings: TurnPolicy = TurnPolicy(burst=0, per_s=1, shared_per_s=1024)
+    """Those that a session opens and ends with, beyond that burst, while nothing of others is computed: a large batch
+    opens its sessions in a moment."""
+    others_work_s: float = 1.0
+    """A step of others counts for this long after its end: they will send the next one."""
     requests_per_step: float = 4.0
     """A step that was computed gives its address group this many of them back: a session has some before its first
     step, and others with it."""
