@@ -1,8 +1,8 @@
-"""The order in which steps get memory to be computed in, when there is not enough for all.
+"""The order in which steps, or passes, get memory to be computed in, when there is not enough for all.
 
 Turns are fair among address groups, and within a group among peers, by bytes. The step whose turn it is waits for
 enough of them, and nobody passes it: each step before it ends within a batch or two. A step waits for as long as others
-end: many steps of one client may come to a server together.
+end: many steps of one client may come to a server together. Passes have turns of their own (`request_memory.py`).
 """
 
 from __future__ import annotations

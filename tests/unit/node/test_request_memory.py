@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,7 +12,7 @@ import trio.testing
 
 from llmnode.core.budget import Budget, Kind, Resource
 from llmnode.core.ids import PeerId
-from llmnode.core.policy import BudgetPolicy
+from llmnode.core.policy import BudgetPolicy, ServePolicy
 from llmnode.errors import PeerRefused
 from llmnode.node.serve.request_memory import RequestMemory
 from llmnode.testing import simulated
@@ -33,11 +34,11 @@ def link_of(budget: Budget, peer: str = "somebody", address: str = "8.8.8.8") ->
 @simulated
 async def test_the_next_request_is_here_when_the_one_before_it_ends() -> None:
     """There is memory for the work of one of them."""
-    budget, memory = Budget(POLICY), RequestMemory()
+    budget, memory = Budget(POLICY), RequestMemory(ServePolicy())
     link, ended_s = link_of(budget), []
 
     async def work() -> None:
-        held = memory.hold(link, MIB, 5 * MIB, "pass")
+        held = memory.hold(link, MIB // 4, 5 * MIB, "pass")
         await held.begin_work()
         await trio.sleep(1)
         held.end()
@@ -58,7 +59,7 @@ async def test_the_next_request_is_here_when_the_one_before_it_ends() -> None:
 def test_a_request_for_which_there_is_no_memory_is_refused_and_leaves_nothing(
     frame_bytes: int, work_bytes: int, code: RefusalCode
 ) -> None:
-    budget, memory = Budget(POLICY), RequestMemory()
+    budget, memory = Budget(POLICY), RequestMemory(ServePolicy())
     link = link_of(budget)
     memory.hold(link, MIB, 5 * MIB, "pass")
     with pytest.raises(PeerRefused, match="pass") as caught:
@@ -67,9 +68,48 @@ def test_a_request_for_which_there_is_no_memory_is_refused_and_leaves_nothing(
     assert budget.process.held[Resource.PASSES] == MIB
 
 
+@pytest.mark.parametrize(("first", "second"), [(0, 0), (MIB, 0), (MIB, MIB // 2), (2 * MIB, 0)])
+def test_the_frames_of_one_address_group_leave_as_much_to_others(first: int, second: int) -> None:
+    """One request of each group counts for nothing: half of a little may be less than a frame."""
+    budget, memory, work_bytes = Budget(POLICY), RequestMemory(ServePolicy()), 5 * MIB
+    link, other = link_of(budget), link_of(budget, "another", "9.9.9.9")
+    for frame_bytes in filter(None, (first, second)):
+        memory.hold(link, frame_bytes, work_bytes, "pass")
+    if first:
+        with pytest.raises(PeerRefused, match="no memory is left"):
+            memory.hold(link, MIB * 3 // 2 - second, work_bytes, "pass")
+    memory.hold(other, MIB, work_bytes, "pass")
+
+
 @simulated
-async def test_a_request_whose_link_ends_waits_no_more() -> None:
-    budget, memory = Budget(POLICY), RequestMemory()
+async def test_what_takes_no_memory_to_be_done_waits_for_nobody() -> None:
+    budget, memory = Budget(POLICY), RequestMemory(ServePolicy())
+    holds, waits = (memory.hold(link_of(budget, peer), 0, 6 * MIB, "pass") for peer in ("one", "another"))
+    await holds.begin_work()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(waits.begin_work)
+        await trio.testing.wait_all_tasks_blocked()
+        with trio.fail_after(0.1):
+            await memory.hold(link_of(budget, "third"), MIB, 0, "part of an adapter").begin_work()
+        holds.end()
+
+
+@simulated
+async def test_a_request_is_sent_elsewhere_if_no_other_ends_for_too_long() -> None:
+    policy, budget = ServePolicy(), Budget(POLICY)
+    memory = RequestMemory(policy)
+    holds, waits = (memory.hold(link_of(budget, peer), 0, 6 * MIB, "pass") for peer in ("one", "another"))
+    await holds.begin_work()
+    began_s = trio.current_time()
+    with pytest.raises(PeerRefused, match="no memory is left") as caught:
+        await waits.begin_work()
+    assert caught.value.code is RefusalCode.BUSY and caught.value.retry_after_s
+    assert trio.current_time() - began_s == pytest.approx(policy.memory_patience_s)
+
+
+@simulated
+async def test_a_request_whose_link_has_ended_takes_no_turn_of_others() -> None:
+    budget, memory = Budget(POLICY), RequestMemory(ServePolicy())
     first, link = memory.hold(link_of(budget), 0, MOST, "pass"), link_of(budget, "another")
     await first.begin_work()
     second = memory.hold(link, 0, MIB, "pass")
@@ -91,7 +131,7 @@ async def test_a_request_whose_link_ends_waits_no_more() -> None:
 @pytest.mark.parametrize("seed", range(20))
 @simulated
 async def test_whatever_waits_there_is_always_memory_for_one_of_them(seed: int) -> None:
-    rng, budget, memory = random.Random(seed), Budget(POLICY), RequestMemory()
+    rng, budget, memory = random.Random(seed), Budget(POLICY), RequestMemory(ServePolicy())
     done = refused = working = 0
 
     async def work(link: Scope, frame_bytes: int, work_bytes: int) -> None:
@@ -102,7 +142,7 @@ async def test_whatever_waits_there_is_always_memory_for_one_of_them(seed: int) 
         except PeerRefused:
             refused += 1
             return
-        with trio.move_on_after(rng.choice([0.05, 1000])):
+        with trio.move_on_after(rng.choice([0.05, 1000])), suppress(PeerRefused):
             await held.begin_work()
             working += 1
             with trio.CancelScope(shield=True):
