@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import median, median_low
 from typing import TYPE_CHECKING, NamedTuple
 
 from llmnode.core.peers.peer_speed import Word
@@ -265,9 +265,10 @@ class Standing:
             if each.peer in self._known and self.is_proven(each.peer, now_s):
                 filled = each.filled(supposed)._replace(said_upload_s=each.said_upload_s)
                 costs[each.peer] = self._measured(filled, now_s)
-                if (seen_s := self._seen_block_s(filled, each.round_trip_s or 0.0)) is not None:
-                    seen.append(Usual(costs[each.peer].hop_s, seen_s, each.blocks))
-        usual = Usual(*map(median, zip(*seen, strict=True))) if seen else None
+                way_s = (each.round_trip_s or 0.0) + min(each.said_upload_s, MOST_SUPPOSED_S)
+                if (block_s := self._seen_block_s(filled, way_s)) is not None:
+                    seen.append(Usual(max(LEAST_S, way_s), block_s, each.blocks))
+        usual = Usual(*map(median_low, zip(*seen, strict=True))) if seen else None
         said_s = [usual.block_s] if usual else [each.said_block_s or supposed.block_s for each in candidates]
         believed = Usual(LEAST_S, median(said_s or [0.0]) / policy.believed_times, math.inf)
         unexplored = usual.times(policy.unproven_cost) if usual else believed
@@ -295,17 +296,16 @@ class Standing:
         hop_s = max(LEAST_S, excess_s, way_s + candidate.said_upload_s)
         return HopCost(hop_s, candidate.said_block_s, way_s / 2)
 
-    def _seen_block_s(self, candidate: Candidate, round_trip_s: float) -> float | None:
+    def _seen_block_s(self, candidate: Candidate, way_s: float) -> float | None:
         """The time of a token for each block, without the way there. None if the peer is much slower than it says.
 
-        Such a peer says nothing about what others can do. Nor does its way, which is `round_trip_s` if we have measured
-        it. Steps that are pushed to a peer have no such way in them: the peer then counts as fast as it says.
+        Such a peer says nothing about what others can do. Nor does its way, of which we have measured `way_s`. Steps
+        that are pushed to a peer have no such way in them: the peer then counts as fast as it says.
         """
         known, policy = self._known[candidate.peer], self._policy
         if _excess_s(candidate, known, policy.believed_times) >= policy.way_s:
             return None
-        said_s, way_s = candidate.said_beside_s, round_trip_s + candidate.said_upload_s
-        steps = known.short_steps
+        said_s, steps = candidate.said_beside_s, known.short_steps
         seen_s = median((took_s - way_s) / blocks - said_s(beside) + said_s(0.0) for blocks, took_s, beside in steps)
         return max(candidate.said_block_s, seen_s)
 

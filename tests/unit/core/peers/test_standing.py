@@ -350,6 +350,28 @@ def test_a_newcomer_gains_nothing_by_being_near_or_by_many_blocks_that_it_says_t
     assert total_s(cost, blocks) >= POLICY.unproven_cost * routes_s * (1 - 1e-9)
 
 
+@pytest.mark.parametrize("way_s", [None, 0.02, 0.05])
+def test_what_a_proven_peer_takes_beyond_its_word_counts_once_for_newcomers(way_s: float | None) -> None:
+    standing, said_s, took_s = Standing(POLICY), 0.001, 0.14
+    serve(standing, HONEST[0], took_s)
+    proven = Candidate(HONEST[0], said_s, 0, way_s, blocks=BLOCKS)
+    cost = standing.costs([proven, Candidate(LIAR, 1e-6, 0, way_s, blocks=BLOCKS)], 0.0)[LIAR]
+    least_s = HopCost().hop_s if way_s is None else 0.0
+    assert total_s(cost) == pytest.approx(POLICY.unproven_cost * (took_s + least_s))
+
+
+@pytest.mark.parametrize("honest", [1, 2, 3])
+def test_the_words_of_one_proven_peer_about_its_way_make_newcomers_little_dearer(honest: int) -> None:
+    standing, way_s = Standing(POLICY), 0.05
+    usual = [Candidate(each, HONEST_S, 0, way_s, 0.001, blocks=BLOCKS) for each in HONEST[:honest]]
+    far = Candidate(PeerId("far"), HONEST_S, 0, 9.0, 16.0, blocks=BLOCKS)
+    for each in (*usual, far):
+        serve(standing, each.peer, way_s + 0.001 + BLOCKS * HONEST_S)
+    newcomer = Candidate(LIAR, HONEST_S, 0, way_s, 0.001, blocks=BLOCKS)
+    costs = standing.costs([*usual, far, newcomer], 0.0)
+    assert total_s(costs[LIAR]) == pytest.approx(POLICY.unproven_cost * total_s(costs[HONEST[0]]))
+
+
 def test_a_way_that_was_not_measured_may_be_a_lie_about_blocks() -> None:
     """Most of a peer's time beyond what it says is then not taken away from what others are compared with."""
     standing = Standing(POLICY)
