@@ -9,10 +9,35 @@ const PATIENCE_S: f64 = 1.0;
 /// A longer round trip moves the shortest one up by this share of the difference. One slow answer, behind much data,
 /// says little; but a connection that has become slower is believed in time.
 const CREEP: f64 = 1.0 / 64.0;
-/// An answer was behind little data if no more than this was sent and received in the meantime.
+/// An answer was behind little data if no more than this was sent and received in the meantime, and shortly before.
 const QUIET_BYTES: u64 = 16 << 10;
+const BEFORE_S: f64 = 0.2;
 /// If this many such answers in a row all took longer, the shortest of them is believed at once.
 const BELIEVED: u32 = 3;
+
+/// How much was sent and received in the last `BEFORE_S`, or in up to twice that.
+#[derive(Default)]
+struct Lately {
+    /// When it was last asked, and all bytes until then.
+    last: (f64, u64),
+    /// The same of an earlier time, after which the next `before_bytes` are taken.
+    marked: (f64, u64),
+    before_bytes: u64,
+}
+
+impl Lately {
+    fn bytes(&mut self, now_s: f64, moved_bytes: u64) -> u64 {
+        if now_s - self.last.0 >= BEFORE_S {
+            self.before_bytes = self.last.1; // since then we may have sent something, nobody knows when
+            self.marked = (now_s, moved_bytes);
+        } else if now_s - self.marked.0 >= BEFORE_S {
+            self.before_bytes = self.marked.1;
+            self.marked = (now_s, moved_bytes);
+        }
+        self.last = (now_s, moved_bytes);
+        moved_bytes.saturating_sub(self.before_bytes)
+    }
+}
 
 /// The shortest round trip of late.
 #[derive(Default)]
@@ -20,9 +45,10 @@ pub(super) struct RoundTrip {
     shortest_s: Option<f64>,
     pings: u32,
     asked_at_s: f64,
-    /// The bytes that had been sent and received when the last ping was sent.
-    asked_at_bytes: u64,
+    /// The bytes that had been sent and received when the last ping was sent. None if many of them were new.
+    asked_at_bytes: Option<u64>,
     is_waiting: bool,
+    lately: Lately,
     /// The answers in a row, each behind little data, that took longer than the shortest one, and the shortest of them.
     longer: u32,
     shortest_of_longer_s: f64,
@@ -35,6 +61,7 @@ impl RoundTrip {
 
     /// The number of the ping to send now, if one is due. `moved_bytes` were sent and received until now.
     pub fn ping(&mut self, now_s: f64, moved_bytes: u64) -> Option<u32> {
+        let lately_bytes = self.lately.bytes(now_s, moved_bytes);
         let pause_s = if self.is_waiting { PATIENCE_S } else { PING_EVERY_S };
         let is_soon = self.pings > 0 && now_s - self.asked_at_s < pause_s;
         if is_soon && (self.is_waiting || self.pings >= FIRST_PINGS) {
@@ -42,7 +69,7 @@ impl RoundTrip {
         }
         self.pings = self.pings.wrapping_add(1).max(1);
         self.asked_at_s = now_s;
-        self.asked_at_bytes = moved_bytes;
+        self.asked_at_bytes = (lately_bytes <= QUIET_BYTES).then_some(moved_bytes);
         self.is_waiting = true;
         Some(self.pings)
     }
@@ -59,7 +86,7 @@ impl RoundTrip {
             return;
         };
         self.shortest_s = Some(shortest_s + CREEP * (took_s - shortest_s));
-        if moved_bytes - self.asked_at_bytes <= QUIET_BYTES {
+        if self.asked_at_bytes.is_some_and(|asked_at_bytes| moved_bytes - asked_at_bytes <= QUIET_BYTES) {
             self.shortest_of_longer_s = if self.longer > 0 { self.shortest_of_longer_s.min(took_s) } else { took_s };
             self.longer += 1;
             if self.longer == BELIEVED {
@@ -80,7 +107,7 @@ mod tests {
 
     const MUCH: u64 = 1 << 20;
 
-    /// Answers that took these times, one a second, each with this much data in the meantime.
+    /// Answers that took these times, one in two seconds, each with this much data in the meantime.
     fn found(all_took_s: &[f64], bytes: u64) -> f64 {
         let (mut round_trip, mut now_s, mut moved_bytes) = (RoundTrip::default(), 0.0, 0);
         for took_s in all_took_s {
@@ -109,6 +136,20 @@ mod tests {
         assert!(found(&[0.01, 0.1, 0.1], 0) < 0.02);
         assert!(near(found(&[0.01, 0.13, 0.1, 0.12], 0), 0.1));
         assert!(near(found(&[0.01, 0.1, 0.1, 0.1, 0.2, 0.2, 0.2], 0), 0.2));
+    }
+
+    #[test]
+    fn what_was_sent_just_before_a_ping_counts() {
+        let mut lately = Lately::default();
+        assert_eq!(lately.bytes(10.0, 0), 0);
+        assert_eq!(lately.bytes(10.05, MUCH), MUCH);
+        assert_eq!(lately.bytes(10.1, MUCH), MUCH);
+        assert_eq!(lately.bytes(10.4, MUCH), 0);
+        assert_eq!(lately.bytes(11.0, 2 * MUCH), MUCH, "it may have been written in this moment");
+        for tenth in 0..20_u32 {
+            let found = lately.bytes(11.0 + f64::from(tenth) / 10.0, (2 + u64::from(tenth)) * MUCH);
+            assert!(tenth < 2 || (2 * MUCH..=6 * MUCH).contains(&found), "{found} after {tenth}");
+        }
     }
 
     #[test]
