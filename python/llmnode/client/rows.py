@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 POSITIONS_PER_HOP = 1024
 """Positions of a batch that are under way at a time, for each hop: one chunk that the hop computes, and one that waits.
 With more, the last of many long rows would only wait in a server's memory, until its step counts as lost."""
-BYTES_PER_HOP = 16 << 20
-"""Their hidden states in fp32 have at most this many bytes: those of wide models fill a server's memory for steps."""
+BYTES_PER_HOP = 24 << 20
+"""Their hidden states in fp32 have at most this many bytes: those of wide models fill a server's memory for steps.
+Three rows of 128 positions of BLOOM fit, so that a hop has the next one while others are on their way."""
 
 
 async def run_rows(

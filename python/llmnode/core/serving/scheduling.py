@@ -392,10 +392,12 @@ class Scheduler:
         with it waits for the next. So the rows of a large batch leave for the next server one by one.
         """
         chosen: dict[int, Slice] = {}
-        positions = 0
+        positions, enough = 0, max(self._policy.fast_prefill, self._policy.full_share * most)
         for _, queued in in_turn:
-            length = 0 if queued.passed else min(queued.left, most - positions, budget // len(queued.span))
-            if length < queued.left and positions >= self._policy.fast_prefill:
+            if queued.passed:
+                continue
+            length = min(queued.left, most - positions, budget // len(queued.span))
+            if length < queued.left and positions >= enough:
                 break
             if length:
                 chosen[queued.ticket] = queued.slice(length)
