@@ -7,19 +7,21 @@ links, whatever others of its group do.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import trio
 
 from llmnode.core.budget import Resource
 from llmnode.core.rates import Rates
-from llmnode.core.serving.group_work import GroupWork
 from llmnode.errors import PeerRefused
 from llmnode.net.turns import Turns
 from llmnode.wire.frame import FrameType
 from llmnode.wire.messages import RefusalCode
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
     from llmnode.core.policy import ServePolicy
     from llmnode.ports import Link
     from llmnode.wire.frame import Frame
@@ -35,6 +37,9 @@ COUNTED_OPEN = 3.0
 OPENINGS = frozenset({FrameType.OPEN, FrameType.NEIGHBOURS, FrameType.CLOSE})
 """A session opens and ends with these."""
 
+LOOK_S = 0.1
+"""The server looks this often which groups have work: it may have thousands of sessions."""
+
 MOST_COUNTED = 64.0
 """No request counts as more: all other groups wait meanwhile, and a length is a claim."""
 
@@ -42,14 +47,18 @@ MOST_COUNTED = 64.0
 class Conduct:
     """The malformed and unasked frames that a node has received."""
 
-    def __init__(self, policy: ServePolicy, *, serves: bool = False) -> None:
-        """A node that `serves` no blocks opens no sessions either."""
+    def __init__(self, policy: ServePolicy, at_work: Callable[[float], Iterable[str]] | None = None) -> None:
+        """`at_work` gives the address groups that have had work computed since a time. It is None for a node without
+        blocks, which opens no sessions.
+        """
         self._malformed = Rates(policy.malformed_burst, policy.malformed_per_s)
         self._unasked = Rates(policy.unasked_burst, policy.unasked_per_s)
         self._probes = Rates(policy.probes_burst, policy.probes_per_s)
         self._requests = Turns(policy.requests)
-        self._openings = Turns(policy.openings) if serves else self._requests
-        self._work = GroupWork(policy.others_work_s)
+        self._openings = Turns(policy.openings)
+        self._at_work, self._others_work_s = at_work, policy.others_work_s
+        self._working: set[str] = set()
+        self._looked_s = -math.inf
         self._per_step = policy.requests_per_step
         self.probe_bytes = policy.probe_bytes
 
@@ -65,18 +74,19 @@ class Conduct:
         if not link.scope.take(Resource.MEMORY, frame.size_bytes):
             raise PeerRefused(RefusalCode.BUSY, "your address has asked for much, and no memory is left meanwhile")
         try:
-            is_free = frame.type in OPENINGS and not self._work.is_of_others(link.group, trio.current_time())
-            await (self._openings if is_free else self._requests).wait(path, amount)
+            is_quick = frame.type in OPENINGS and self._is_free_for(link.group)
+            await (self._openings if is_quick else self._requests).wait(path, amount)
         finally:
             link.scope.release(Resource.MEMORY, frame.size_bytes)
 
-    def begin_work(self, group: str) -> None:
-        """A step or a pass of this address group has begun."""
-        self._work.begin(group)
-
-    def end_work(self, group: str) -> None:
-        """It has ended, as it may."""
-        self._work.end(group, trio.current_time())
+    def _is_free_for(self, group: str) -> bool:
+        """Whether nothing of other groups is computed, nor was a moment ago."""
+        if self._at_work is None:
+            return False
+        now_s = trio.current_time()
+        if self._looked_s + LOOK_S <= now_s:
+            self._looked_s, self._working = now_s, {*self._at_work(now_s - self._others_work_s)}
+        return self._working <= {group}
 
     def note_step(self, group: str) -> None:
         """A step of this address group was computed."""

@@ -7,6 +7,7 @@ another. `server_link.py` has the links, and `session.py` a session's work.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
@@ -34,7 +35,7 @@ from llmnode.wire.profile import profile_fields
 from llmnode.wire.server_figures import figures_extension
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from llmnode.core.adapters import AnnouncedAdapter
     from llmnode.core.ids import PeerId, SessionId
@@ -70,8 +71,8 @@ class Server:
     """Told what nobody foresaw, which has ended a session or link of that peer; what it raises ends the server."""
     session_ended: trio.Event = field(default_factory=trio.Event)
     """The next end of a session or pass; then there is another event."""
-    passes: int = 0
-    """The passes that are under way."""
+    passes_of: Counter[str] = field(default_factory=Counter)
+    """The passes that are under way, by address group."""
     prepared: AdapterStore | None = None
     """The adapters of the next worker to serve."""
     served: ServedSpan | None = None
@@ -91,7 +92,7 @@ class Server:
     def __post_init__(self) -> None:
         self.next_hops = NextHops(self.pushes, self._addresses, self.policy)
         self.desk = PushDesk(self.network.budget, self.policy)
-        self.conduct = Conduct(self.policy, serves=True)
+        self.conduct = Conduct(self.policy, self._groups_at_work)
         self.request_memory = RequestMemory(self.policy)
 
     async def drop_idle_adapters(self) -> None:
@@ -225,16 +226,28 @@ class Server:
 
     def begin_pass(self, held: ServedSpan, group: str) -> None:
         """A pass of this address group has begun there."""
-        self.conduct.begin_work(group)
-        self.passes += 1
+        self.passes_of[group] += 1
         held.passes += 1
 
     def end_pass(self, held: ServedSpan, group: str) -> None:
         """It has ended."""
-        self.conduct.end_work(group)
-        self.passes -= 1
+        self.passes_of[group] -= 1
+        if not self.passes_of[group]:
+            del self.passes_of[group]
         held.passes -= 1
         self.note_end()
+
+    @property
+    def passes(self) -> int:
+        """The passes that are under way."""
+        return self.passes_of.total()
+
+    def _groups_at_work(self, since_s: float) -> Iterator[str]:
+        """The address groups with passes under way, and with sessions that did not wait for a frame all the time."""
+        yield from self.passes_of
+        for session in self.sessions.values():
+            if session.inbox.waits_since_s >= since_s:
+                yield session.group
 
     def note_end(self) -> None:
         """A session or a pass has ended, or its client has."""

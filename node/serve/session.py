@@ -75,7 +75,7 @@ class ServerSession:
     ) -> None:
         """`beside` are all sessions of the server, this one too. Raises PeerRefused if its adapter is not here."""
         self.stage = stage
-        self.client, self._group = link.peer, link.group
+        self.client, self.group = link.peer, link.group
         self.link: Link | None = link
         """None while it waits for its client to come back, and when it has ended."""
         self.lease_s = 0.0
@@ -178,9 +178,9 @@ class ServerSession:
         try:
             terms, stage = self.terms, self.stage
             adapter = None if self._adapter is None else self._adapter.digest
-            claim = KvClaim(self.client, self._group, terms.priority, stage.max_length, terms.at_once)
+            claim = KvClaim(self.client, self.group, terms.priority, stage.max_length, terms.at_once)
             account = stage.max_length, self.client, terms.priority
-            opening = Open(stage.session, self._span, *account, adapter, terms.prompts, self._group)
+            opening = Open(stage.session, self._span, *account, adapter, terms.prompts, self.group)
             await self.served.admission.enter(opening, claim, self.evict)
         except PeerRefused as refusal:
             return await self._send(refusal_for(self._doing, refusal))
@@ -251,7 +251,6 @@ class ServerSession:
         try:
             self._form.check_values(frame)
             self.served.admission.use(frame.session)
-            self.served.conduct.begin_work(self._group)
             try:
                 await self.served.admission.reserve(frame.session, frame.start + frame.length)
                 logged_bytes, more_bytes = self._logged_bytes, self._form.bytes_of(frame.length)
@@ -264,7 +263,6 @@ class ServerSession:
                 payload = self._form.encode(computed.hidden)
             finally:
                 self._memory.end_work()
-                self.served.conduct.end_work(self._group)
                 self.served.admission.use(frame.session, ends=True)
             if not self._form.is_sound(payload, frame.length):  # the next hop would refuse it
                 raise ConfigError(f"blocks {self._span} put out numbers that are not finite")
@@ -286,7 +284,7 @@ class ServerSession:
             self.served.tally.steps += 1
             self.served.tally.positions += frame.length
             self.served.tally.pushed += pushed
-            self.served.conduct.note_step(self._group)
+            self.served.conduct.note_step(self.group)
             shown = unpack(Pushed, frame.meta) if frame.meta else None
             own = receipt.input_digest, receipt.output_digest, signature
             of_pusher = (shown.input_digest, shown.signature) if shown else (b"", b"")

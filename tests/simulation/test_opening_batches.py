@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
+from llmnode.core.policy import ServePolicy
 from llmnode.core.span import Span
 from llmnode.swarm.membership import Swarm
 from llmnode.testing import Conditions, Dialogue, open_world, simulated
@@ -79,3 +80,29 @@ async def test_the_sessions_of_a_batch_tell_a_server_once_about_its_next_hop(mon
             await trio.sleep(client.router.finder.policy.route.introduced_s)
             await open_batch(client)
             assert told
+
+
+@simulated
+async def test_beside_steps_of_others_a_batch_takes_its_turns() -> None:
+    """It has its burst at once, and then the shared rate."""
+    async with open_world() as world:
+        await world.start("0a", Span(0, 6))
+        async with (
+            world.client() as client,
+            world.client(name="other") as other,
+            other.router.open_session(64, Codec.RAW) as session,
+            trio.open_nursery() as nursery,
+        ):
+
+            async def decode() -> None:
+                dialogue = Dialogue(session, Random(0))
+                while True:
+                    await dialogue.step(1)
+                    await dialogue.go_back(1)
+
+            nursery.start_soon(decode)
+            await trio.sleep(1)
+            requests = ServePolicy().requests
+            least_s = (4 * ROWS - requests.burst) / requests.shared_per_s
+            assert await open_batch(client) >= 0.9 * least_s
+            nursery.cancel_scope.cancel()

@@ -201,9 +201,9 @@ async def test_contacts_are_probed_where_announced_peers_take_nothing(monkeypatc
         conducts: list[Conduct] = []
         make = Conduct.__init__
 
-        def note(conduct: Conduct, policy: ServePolicy) -> None:
+        def note(conduct: Conduct, *given: Any) -> None:  # Any: it passes them on
             conducts.append(conduct)
-            make(conduct, policy)
+            make(conduct, *given)
 
         monkeypatch.setattr(Conduct, "__init__", note)
         await world.start_relay("relay")
