@@ -93,13 +93,14 @@ class RequestMemory:
         self.turns.pass_on()
 
     def _leaves_enough(self, held: HeldRequest) -> bool:
-        """Whether there is memory for the work of any request here beside all frames, and beside twice the frames of
-        the group that sends several.
+        """Whether there is memory for the work of any request here beside all frames, and beside twice those of the
+        group, if others of its requests are here. A request that takes no memory for work ends at once: it keeps nobody
+        waiting.
         """
         most_work = max(each.work_bytes for each in (*self._here, held))
         frames = sum(each.frame_bytes for each in self._here)
-        own = sum(each.frame_bytes for each in self._here if each.group == held.group)
-        wanted = [frames + held.frame_bytes, 2 * (own + held.frame_bytes) if own else 0]
+        own = sum(each.frame_bytes for each in self._here if each.work_bytes and each.group == held.group)
+        wanted = [frames + held.frame_bytes, 2 * (own + held.frame_bytes) if own and held.work_bytes else 0]
         return all(held.scope.could_hold(Resource.PASSES, each + most_work) for each in wanted)
 
 

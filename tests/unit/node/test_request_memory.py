@@ -81,6 +81,15 @@ def test_the_frames_of_one_address_group_leave_as_much_to_others(first: int, sec
     memory.hold(other, MIB, work_bytes, "pass")
 
 
+def test_parts_of_adapters_may_take_all_that_the_work_of_a_pass_leaves() -> None:
+    memory, link = RequestMemory(ServePolicy()), link_of(Budget(POLICY))
+    memory.hold(link, MIB // 2, 5 * MIB, "pass")
+    for _ in range(2):
+        memory.hold(link, MIB, 0, "part of an adapter")
+    with pytest.raises(PeerRefused, match="no memory is left"):
+        memory.hold(link, MIB, 0, "part of an adapter")
+
+
 @simulated
 async def test_what_takes_no_memory_to_be_done_waits_for_nobody() -> None:
     budget, memory = Budget(POLICY), RequestMemory(ServePolicy())
