@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from llmnode.core.ids import PeerId
 
 __all__ = [
+    "AutoDistributedConfig",
     "AutoDistributedModel",
     "AutoDistributedModelForCausalLM",
     "AutoDistributedModelForSequenceClassification",
@@ -56,6 +57,16 @@ ELSEWHERE = {
     "low_cpu_mem_usage": "only the ends of the model are read: leave it out",
 }
 """Arguments of Petals, and of transformers, that have no counterpart, and what there is instead."""
+
+ABSENT = {
+    "ClientConfig": "AutoDistributedModelForCausalLM.from_pretrained takes its options as arguments",
+    "RemoteSequenceManager": "a connected model chooses servers, by allowed_servers and blocked_servers",
+    "SpendingPolicyBase": "servers share themselves equally among clients, without points",
+    "NoSpendingPolicy": "servers share themselves equally among clients, without points",
+    "declare_active_modules": "a server announces its blocks itself: llmnode serve, or llmnode.node.Node",
+    "get_remote_module_infos": "read model.route, or run `llmnode status`",
+}
+"""Names of Petals that are not here, and what there is instead."""
 
 _active: ContextVar[tuple[tuple[object, InferenceSession | None], ...]] = ContextVar("_active", default=())
 """Models and their active sessions; the last one of a model counts."""
@@ -115,6 +126,12 @@ class _Absent:
     def from_pretrained(cls, *_args: object, **_options: object) -> NoReturn:
         """Raises ConfigError."""
         raise ConfigError(f"there is no {cls.__name__}: {cls.instead}")
+
+
+class AutoDistributedConfig(_Absent):
+    """Not here: `from_pretrained` raises ConfigError."""
+
+    instead = "use AutoDistributedModelForCausalLM.from_pretrained, which takes its options; the model has a `config`"
 
 
 class AutoDistributedModel(_Absent):
@@ -192,13 +209,23 @@ class DistributedModelForCausalLM(_Model):
 class RemoteSequential(torch.nn.Module):
     """Blocks of a model as a module of torch, called as Petals' are: `blocks(hidden, prompts)`."""
 
-    def __init__(self, model: Any, start_block: int = 0, end_block: int | None = None) -> None:
-        """`model` is one of ours, or its `remote_blocks`. Raises ConfigError for anything else."""
+    def __init__(
+        self, model: Any, start_block: int | None = None, end_block: int | None = None, **options: object
+    ) -> None:
+        """`model` is one of ours, or its `remote_blocks`. Raises ConfigError for anything else, as a config, and for
+        `options` such as `dht`.
+        """
         super().__init__()
         self._of = (model,)  # in a tuple it is no child of ours
         blocks = model if isinstance(model, RemoteBlocks) else getattr(model, "remote_blocks", None)
         if not isinstance(blocks, RemoteBlocks):
-            raise ConfigError("RemoteSequential takes a model of llmnode, which is connected: RemoteSequential(model)")
+            raise ConfigError(
+                "RemoteSequential takes a model of llmnode, which is connected, and no config: open one by "
+                "AutoDistributedModelForCausalLM.from_pretrained(name, initial_peers=...)"
+            )
+        if options:
+            names = ", ".join(options)
+            raise ConfigError(f"{names} of RemoteSequential: its model is connected, and chooses servers. Leave it out")
         self.blocks = blocks[start_block:end_block]
 
     def forward(self, inputs: torch.Tensor, prompts: torch.Tensor | None = None) -> torch.Tensor:
@@ -218,9 +245,17 @@ class RemoteSequential(torch.nn.Module):
         made.blocks = self.blocks[which]
         return made
 
-    def inference_session(self, **_options: object) -> NoReturn:
-        """Raises ConfigError: sessions are those of a model."""
-        raise ConfigError("sessions go through all blocks: use model.inference_session(max_length=...)")
+    def inference_session(self, max_length: int) -> AbstractContextManager[InferenceSession]:
+        """That of its model. Raises ConfigError for some of the blocks only: sessions go through all of them."""
+        model = self._of[0]
+        if not isinstance(model, DistributedModelForCausalLM):
+            raise ConfigError("a session is one of a model: use RemoteSequential(model), or model.inference_session")
+        if len(self) < model.info.blocks:
+            raise ConfigError(
+                "sessions go through all blocks: use model.inference_session(max_length=...), or call these blocks "
+                "with all positions at once, which takes no session"
+            )
+        return model.inference_session(max_length)
 
 
 def _check_outside(model: object) -> None:
@@ -346,3 +381,27 @@ def _dtype(options: dict[str, Any]) -> str:
     if "dtype" in options:
         raise ConfigError("torch_dtype and dtype: leave out one of them")
     return str(given).removeprefix("torch.")
+
+
+_KINDS = {
+    "Config": AutoDistributedConfig,
+    "Model": AutoDistributedModel,
+    "ForCausalLM": AutoDistributedModelForCausalLM,
+    "ForSequenceClassification": AutoDistributedModelForSequenceClassification,
+    "ForSpeculativeGeneration": AutoDistributedSpeculativeModel,
+}
+_OF_FAMILIES = {
+    f"Distributed{family}{kind}": of_any
+    for family in ("Bloom", "Falcon", "Llama", "Mixtral")
+    for kind, of_any in _KINDS.items()
+}
+"""Petals' classes of families: those of any family stand for them."""
+
+if not TYPE_CHECKING:  # or each name would be one of this module to type checkers
+
+    def __getattr__(name: str) -> object:
+        if (instead := ABSENT.get(name)) is not None:
+            raise ConfigError(f"there is no {name}: {instead}")
+        if (kind := _OF_FAMILIES.get(name)) is not None:
+            return kind
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import peft
 import pytest
 import torch
-import transformers
 
 import llmnode
 from llmnode import petals
@@ -83,37 +82,6 @@ def test_a_text_goes_on_in_a_session(pair: Pair, model: petals.DistributedModelF
     assert model.generate(input_ids=TEXT, max_new_tokens=3, **PLAIN).tolist() == first.tolist()
 
 
-def test_a_forward_within_a_session_is_refused_and_not_run_beside_it(
-    pair: Pair, model: petals.DistributedModelForCausalLM
-) -> None:
-    blocks, hidden = petals.RemoteSequential(model), model.embed(TEXT)
-    with torch.no_grad(), model.inference_session(max_length=16) as session:
-        expected = pair.alone(TEXT).logits
-        for call in (lambda: model(TEXT), lambda: blocks(hidden), lambda: blocks[2:3](hidden)):
-            with pytest.raises(ConfigError, match=r"use_session\(None\)"):
-                call()
-        with model.use_session(None):
-            assert model.active_session is None
-            assert _error(model(TEXT).logits, expected) < FURTHEST
-            assert blocks(hidden).shape == hidden.shape
-        assert model.active_session is session
-        assert session.position == 0
-
-
-def test_each_model_has_an_active_session_of_its_own(pair: Pair, model: petals.DistributedModelForCausalLM) -> None:
-    whole = pair.alone.generate(TEXT, max_new_tokens=2, **PLAIN)
-    with _opened(pair) as other, model.inference_session(max_length=16) as session:
-        assert other.active_session is None
-        assert other.generate(TEXT, max_new_tokens=2, **PLAIN).tolist() == whole.tolist()
-        for use in (other.use_session(session).__enter__, lambda: other.generate(TEXT, session=session, **PLAIN)):
-            with pytest.raises(ConfigError, match="of another model"):
-                use()
-        with other.inference_session(max_length=16) as inner:
-            assert (model.active_session, other.active_session) == (session, inner)
-            assert model.generate(TEXT, max_new_tokens=2, **PLAIN).tolist() == whole.tolist()
-            assert (session.position, inner.position) == (6, 0)
-
-
 def test_an_open_session_is_used_again_and_again(pair: Pair, model: petals.DistributedModelForCausalLM) -> None:
     whole = pair.alone.generate(TEXT, max_new_tokens=6, **PLAIN)
     with petals.InferenceSession(model, 16) as session:
@@ -128,105 +96,6 @@ def test_an_open_session_is_used_again_and_again(pair: Pair, model: petals.Distr
         assert model.generate(max_new_tokens=2, session=session, **PLAIN).tolist() == whole[:, 9:].tolist()
 
 
-def test_a_session_has_one_text_for_each_row(model: petals.DistributedModelForCausalLM) -> None:
-    several = transformers.GenerationConfig(num_beams=2, **PLAIN)
-    with model.inference_session(max_length=16) as session:
-        wrong: list[dict[str, Any]] = [
-            {"num_beams": 2},
-            {"num_return_sequences": 2, "do_sample": True},
-            {"generation_config": several},
-            {"inputs_embeds": model.embed(TEXT)},
-        ]
-        for options in wrong:
-            with pytest.raises(ConfigError, match=r"session goes on"):
-                model.generate(TEXT, max_new_tokens=1, **{"pad_token_id": 0, **options})
-        with pytest.raises(ConfigError, match="num_beams=2"):
-            model.generate(TEXT, several, max_new_tokens=1)
-        usual, model.generation_config = model.generation_config, several
-        with pytest.raises(ConfigError, match="num_beams=2"):
-            model.generate(TEXT, transformers.GenerationConfig(max_new_tokens=1), **PLAIN)
-        model.generation_config = usual
-        assert session._cache is None
-        with model.use_session(None):
-            assert model.generate(TEXT, num_beams=2, max_new_tokens=1, **PLAIN).shape == (1, 6)
-
-
-@pytest.mark.parametrize("is_masked", [True, False])
-def test_rows_with_padding_go_on_with_a_mask_of_what_is_new_or_none(
-    pair: Pair, model: petals.DistributedModelForCausalLM, *, is_masked: bool
-) -> None:
-    ids = torch.tensor([[0, 0, 5, 17, 99], [3, 42, 7, 11, 60]])
-    more = torch.tensor([[8, 9], [0, 9]])
-    first = torch.tensor([[0, 0, 1, 1, 1], [1] * 5])
-    then = torch.tensor([[1, 1], [0, 1]]) if is_masked else torch.ones_like(more)
-    options = {"max_new_tokens": 3, **PLAIN}
-    whole = pair.alone.generate(ids, attention_mask=first, **options)
-    with model.inference_session(max_length=32) as session:
-        assert model.generate(ids, attention_mask=first, **options).tolist() == whole.tolist()
-        mask = torch.cat([first, torch.ones_like(whole[:, 5:]), then], dim=1)
-        expected = pair.alone.generate(torch.cat([whole, more], dim=1), attention_mask=mask, **options)
-        answer = model.generate(more, **({"attention_mask": then} if is_masked else {}), **options)
-        assert answer.tolist() == expected[:, whole.shape[1] :].tolist()
-        mask = torch.cat([mask, torch.ones_like(expected[:, mask.shape[1] :])], dim=1)
-        longer = pair.alone.generate(expected, attention_mask=mask, **options)
-        assert session.position == expected.shape[1] - 1
-        given = {"attention_mask": mask} if is_masked else {}
-        assert model.generate(None, **given, **options).tolist() == longer[:, expected.shape[1] :].tolist()
-
-
-class _Interrupted:
-    """A streamer that the user interrupts after some calls."""
-
-    def __init__(self, calls: int) -> None:
-        self.calls = calls
-
-    def put(self, _tokens: torch.Tensor) -> None:
-        self.calls -= 1
-        if not self.calls:
-            raise KeyboardInterrupt
-
-    def end(self) -> None: ...
-
-
-def test_a_text_goes_on_after_interrupts_and_rollbacks_from_the_tokens_that_are_known(
-    pair: Pair, model: petals.DistributedModelForCausalLM
-) -> None:
-    options = {"max_new_tokens": 4, **PLAIN}
-    whole = pair.alone.generate(TEXT, **options)
-    other = torch.tensor([[9, 8, 7]])
-    with model.inference_session(max_length=32) as session:
-        with pytest.raises(KeyboardInterrupt):
-            model.generate(other, streamer=_Interrupted(4), **options)
-        assert session.position > other.shape[1]
-        assert session.output_ids is None
-        assert model.generate(TEXT, **options).tolist() == whole.tolist()
-        with pytest.raises(KeyboardInterrupt):
-            model.generate(other, streamer=_Interrupted(4), **options)
-        expected = pair.alone.generate(torch.cat([whole, TEXT], dim=1), **options)
-        assert model.generate(TEXT, **options).tolist() == expected[:, whole.shape[1] :].tolist()
-        session.position = 5
-        assert model.generate(None, **options).tolist() == whole[:, 5:].tolist()
-        assert session.output_ids is not None
-        assert session.output_ids.tolist() == whole.tolist()
-
-
-def test_a_session_of_hidden_states_is_none_of_tokens(pair: Pair, model: petals.DistributedModelForCausalLM) -> None:
-    whole = pair.alone.generate(TEXT, max_new_tokens=4, **PLAIN)
-    with model.inference_session(max_length=32) as session, torch.no_grad():
-        session.step(model.embed(TEXT))
-        for _ in range(2):
-            with pytest.raises(ConfigError, match="hidden states from position 0"):
-                model.generate(TEXT, max_new_tokens=4, **PLAIN)
-        session.position = 0
-        assert model.generate(TEXT, max_new_tokens=2, **PLAIN).tolist() == whole[:, :7].tolist()
-        session.step(model.embed(TEXT))
-        session.position = 7
-        with pytest.raises(ConfigError, match="hidden states from position 6"):
-            model.generate(max_new_tokens=2, **PLAIN)
-        session.position = 6
-        assert model.generate(whole[:, 6:7], max_new_tokens=2, **PLAIN).tolist() == whole[:, 6:].tolist()
-
-
 def test_hidden_states_go_through_a_session_and_through_blocks(
     pair: Pair, model: petals.DistributedModelForCausalLM
 ) -> None:
@@ -238,8 +107,6 @@ def test_hidden_states_go_through_a_session_and_through_blocks(
         with model.inference_session(max_length=16) as session:
             first = session.step(hidden[:, :3])
             swapped = session.step(hidden.flip(0)[:, 3:], hypo_ids=torch.tensor([1, 0]))
-            with pytest.raises(ConfigError, match="tune_prompts"):
-                session.step(hidden, prompts=hidden)
             assert session.position == 5
     assert _error(hidden, expected) < FURTHEST
     assert _error(torch.cat([first, swapped.flip(0)], dim=1), whole) < FURTHEST
@@ -251,10 +118,65 @@ def test_hidden_states_go_through_a_session_and_through_blocks(
         theirs = pair.alone(ids).logits
     assert _error(model.score(blocks(hidden, prompts)), theirs) < FURTHEST
     assert _error(blocks[3:](blocks[:3](hidden)), whole) < FURTHEST
-    with pytest.raises(ConfigError, match=r"use model\.inference_session"):
-        blocks.inference_session(max_length=3)
-    with pytest.raises(ConfigError, match="takes a model"):
-        petals.RemoteSequential(pair.alone.config)
+
+
+def test_remote_sequential_has_the_session_of_its_model_and_needs_one(
+    pair: Pair, model: petals.DistributedModelForCausalLM
+) -> None:
+    blocks, hidden = petals.RemoteSequential(model), model.embed(TEXT)
+    with torch.no_grad(), blocks.inference_session(max_length=8) as session:
+        assert model.active_session is session
+        stepped = session.step(hidden)
+    assert _error(stepped, blocks(hidden)) < FURTHEST
+    with pytest.raises(ConfigError, match=r"through all blocks: use model\.inference_session"):
+        blocks[:2].inference_session(max_length=3)
+    with pytest.raises(ConfigError, match=r"use RemoteSequential\(model\)"):
+        petals.RemoteSequential(model.remote_blocks).inference_session(max_length=3)
+    with pytest.raises(ConfigError, match=r"takes a model .* open one by AutoDistributedModelForCausalLM"):
+        petals.RemoteSequential(pair.alone.config, dht=None)
+    with pytest.raises(ConfigError, match="dht of RemoteSequential: its model is connected"):
+        petals.RemoteSequential(model, dht=None)
+
+
+def test_the_first_step_of_a_session_takes_prompts_for_all_rows(
+    pair: Pair, model: petals.DistributedModelForCausalLM
+) -> None:
+    ids = torch.cat([TEXT, TEXT.flip(1)])
+    hidden = model.embed(ids)
+    prompts = torch.randn(BLOCKS, 1, 2, hidden.shape[2], generator=torch.Generator().manual_seed(1)).requires_grad_()
+    with torch.no_grad():
+        with prompted(pair.alone, prompts):
+            theirs = pair.alone(ids).logits
+        plain = model.remote_blocks(hidden)
+        with model.inference_session(max_length=16) as session:
+            session.step(hidden, prompts=prompts.expand(-1, 2, -1, -1).flip(0))
+            session.position = 0
+            first = session.step(hidden[:, :3], prompts=prompts.expand(-1, 2, -1, -1))
+            assert _error(model.score(torch.cat([first, session.step(hidden[:, 3:])], dim=1)), theirs) < FURTHEST
+            session.position = 2
+            assert _error(model.score(session.step(hidden[:, 2:])), theirs[:, 2:]) < FURTHEST
+            with pytest.raises(ConfigError, match="the first step of a session takes them"):
+                session.step(hidden, prompts=prompts)
+            with pytest.raises(ConfigError, match="among 2 deep prompts: go to 0"):
+                session.position = 1
+            assert session.position == 5
+            session.position = 0
+            wrong = [
+                (prompts[1:], "prompts of shape"),
+                (prompts.expand(-1, 3, -1, -1), "expected 1 or 2 rows"),
+                (prompts.repeat(1, 1, 3, 1), "of 1 to 5 prompts"),
+                (prompts * torch.tensor([1.0, 2.0])[:, None, None], "have the same prompts"),
+            ]
+            for each, why in wrong:
+                with pytest.raises(ConfigError, match=why):
+                    session.step(hidden, prompts=each)
+            assert _error(session.step(hidden), plain) < FURTHEST
+    with (
+        _opened(pair, tuning_mode="ptune", pre_seq_len=2) as tuned,
+        tuned.inference_session(max_length=16) as session,
+        pytest.raises(ConfigError, match="trained prompts"),
+    ):
+        session.step(hidden, prompts=prompts)
 
 
 def test_prompts_are_tuned_under_the_names_of_petals(pair: Pair) -> None:
@@ -329,9 +251,15 @@ def test_what_has_no_counterpart_says_what_there_is(pair: Pair) -> None:
     for name, instead in petals.ELSEWHERE.items():
         with pytest.raises(ConfigError, match=re.escape(instead)):
             kind.from_pretrained(pair.folder, initial_peers=pair.peers, **{name: "something"})
-    for absent in (petals.AutoDistributedModel, petals.AutoDistributedSpeculativeModel):
+    for absent in (petals.AutoDistributedConfig, petals.AutoDistributedModel, petals.AutoDistributedSpeculativeModel):
         with pytest.raises(ConfigError, match="use AutoDistributedModelForCausalLM"):
             absent.from_pretrained(pair.folder, initial_peers=pair.peers)
+    for name in {"ClientConfig", "RemoteSequenceManager", *petals.ABSENT}:
+        with pytest.raises(ConfigError, match=f"there is no {name}: {re.escape(petals.ABSENT[name])}"):
+            getattr(petals, name)
+    assert getattr(petals, "DistributedLlamaForCausalLM") is kind  # noqa: B009  # type checkers do not know it
+    with pytest.raises(AttributeError, match="no attribute 'colour'"):
+        getattr(petals, "colour")  # noqa: B009
     wrong: list[dict[str, Any]] = [
         {"max_retries": -1},
         {"request_timeout": 0},
@@ -352,8 +280,12 @@ def test_what_has_no_counterpart_says_what_there_is(pair: Pair) -> None:
 TESTS = {
     test_what_has_no_counterpart_says_what_there_is: [
         "`AutoDistributedModelForCausalLM.from_pretrained`",
+        "`AutoDistributedConfig`",
         "`AutoDistributedModel`",
         "`AutoDistributedSpeculativeModel`",
+        "`ClientConfig`",
+        "`DistributedLlamaForCausalLM`",
+        "`RemoteSequenceManager`",
         "`initial_peers`",
     ],
     test_a_head_for_sequences_has_its_options_and_prompts: [
@@ -386,11 +318,14 @@ TESTS = {
     test_an_open_session_is_used_again_and_again: ["`model.use_session`"],
     test_hidden_states_go_through_a_session_and_through_blocks: [
         "`session.step`",
-        "`session.step(prompts=)`",
         "`session.step(hypo_ids=)`",
         "`RemoteSequential`",
         "`RemoteSequential.forward(inputs, prompts)`",
+    ],
+    test_the_first_step_of_a_session_takes_prompts_for_all_rows: ["`session.step(prompts=)`"],
+    test_remote_sequential_has_the_session_of_its_model_and_needs_one: [
         "`RemoteSequential.inference_session`",
+        "`RemoteSequential(config, dht=)`",
     ],
 }
 

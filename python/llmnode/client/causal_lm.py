@@ -40,7 +40,7 @@ from llmnode.client.forward import (
 from llmnode.client.generate_call import check_options, current_call, run_call
 from llmnode.client.heads import make_head
 from llmnode.client.hidden_session import HiddenSession
-from llmnode.client.prompt_tuning import MODULES
+from llmnode.client.prompt_tuning import MODULES, copied_prompts
 from llmnode.client.released import releasing
 from llmnode.client.row_adapters import told_by_row
 from llmnode.client.versions import CACHE, named_for_generate, takes_cache_of_generate
@@ -99,18 +99,32 @@ class DistributedModelForCausalLM(Distributed, GenerationMixin):
         return make_head(self._connection, head, options)
 
     def open_cache(
-        self, max_length: int, rows: int = 1, alike: int = 1, priority: str | None = None, *, waits: bool = True
+        self,
+        max_length: int,
+        rows: int = 1,
+        alike: int = 1,
+        priority: str | None = None,
+        *,
+        waits: bool = True,
+        prompts: torch.Tensor | None = None,
     ) -> SessionCache:
         """A cache to pass as `cache`, kept between calls of `generate`; close it when done.
 
         It holds `max_length` positions, from the start. `rows` are as many as there are prompts times beams or
         answers of each, and `alike` are those of one prompt. `priority` tells servers what they are for: "interactive"
-        (default), "batch" or "training". Raises ConfigError if `max_length` exceeds the model's context, PeerRefused if
-        a server has no KV free, also after some time; without `waits` sooner.
+        (default), "batch" or "training". `prompts` are deep prompts for the first positions of each row, (blocks, 1,
+        positions, hidden_size), see `RemoteBlocks.forward`. Raises ConfigError if `max_length` exceeds the model's
+        context or the prompts do not fit, PeerRefused if a server has no KV free, also after some time; without `waits`
+        sooner.
         """
         if max_length < 1:
             raise ConfigError(f"a cache of {max_length} positions: ask for 1 to {self.info.context_text}")
-        return self._open_cache(max_length, rows, alike, priority, waits=waits)
+        terms: dict[str, Any] = {"waits": waits}
+        if prompts is not None:
+            if self._prompts:
+                raise ConfigError("this model has trained prompts: leave out others, or call tune_prompts(None)")
+            terms["prompts"] = copied_prompts(self.remote_blocks.fitting_prompts(prompts, 1, max_length))
+        return self._open_cache(max_length, rows, alike, priority, **terms)
 
     @contextmanager
     def inference_session(self, max_length: int, rows: int = 1, priority: str | None = None) -> Iterator[HiddenSession]:
@@ -371,7 +385,7 @@ class DistributedModelForCausalLM(Distributed, GenerationMixin):
         return self._open_cache(min(most or max_length, most_text), rows, alike, grows=most is None)
 
     def _open_cache(
-        self, max_length: int, rows: int, alike: int = 1, priority: str | None = None, **terms: bool
+        self, max_length: int, rows: int, alike: int = 1, priority: str | None = None, **terms: Any
     ) -> SessionCache:
         if priority is not None and priority not in PRIORITIES:
             raise ConfigError(f"there is no priority {priority!r}: choose one of {', '.join(PRIORITIES)}")

@@ -52,6 +52,12 @@ def make_prompts(tuning_mode: str, pre_seq_len: int, sizes: Sizes) -> Mapping[st
     return made
 
 
+def copied_prompts(prompts: torch.Tensor) -> DeepPrompts:
+    """The numbers of `prompts` (blocks, rows, positions, hidden_size) in fp32, as they are now."""
+    blocks, rows, positions, _ = prompts.shape
+    return DeepPrompts(blocks, rows, positions, to_bytes(prompts.detach().clone()))
+
+
 @dataclass(frozen=True, slots=True)
 class Prefix:
     """The prompts as they are now.
@@ -77,9 +83,7 @@ class Prefix:
 
     def deep_now(self) -> DeepPrompts:
         """A copy of the numbers that are added before blocks, for a session."""
-        if self.deep is None:
-            return NO_PROMPTS
-        return DeepPrompts(len(self.deep), 1, self.positions, to_bytes(self.deep.detach().clone()))
+        return NO_PROMPTS if self.deep is None else copied_prompts(self.deep)
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,7 +126,7 @@ class RemoteBlocks(torch.nn.Module):
         if longest > self._passes.model.context_tokens:
             raise ConfigError(f"{longest} positions in a row: the model's context is {self._passes.model.context_text}")
         shortest = min(length for length in lengths if length)
-        own_prompts = None if prompts is None else self._prompts(prompts, len(hidden), shortest)
+        own_prompts = None if prompts is None else self.fitting_prompts(prompts, len(hidden), shortest)
         groups = [self._group(each, real, own_prompts) for each in self._adapters.chosen(len(hidden))]
         groups = [each for each in groups if each.lengths]
         given = [tensor for each in groups for tensor in (hidden[each.real].float().cpu(), each.prompts, *each.trained)]
@@ -144,8 +144,8 @@ class RemoteBlocks(torch.nn.Module):
         lengths = [length for length in own.sum(1).tolist() if length]
         return _Group(own, lengths, chosen.adapter, prompts, trained_matrices(chosen.parts, self.span))
 
-    def _prompts(self, prompts: torch.Tensor, rows: int, shortest: int) -> torch.Tensor:
-        """They are of the rows, in fp32. Raises ConfigError if they do not fit the blocks or the rows."""
+    def fitting_prompts(self, prompts: torch.Tensor, rows: int, shortest: int) -> torch.Tensor:
+        """The deep prompts of `rows` rows, in fp32. Raises ConfigError if they do not fit the blocks or the rows."""
         size = self._passes.model.hidden_size
         if prompts.dim() != 4 or (len(prompts), prompts.shape[3]) != (len(self), size):
             raise ConfigError(
@@ -153,7 +153,8 @@ class RemoteBlocks(torch.nn.Module):
             )
         if prompts.shape[1] not in {1, rows} or not 1 <= prompts.shape[2] <= shortest:
             what = f"{prompts.shape[1]} rows of {prompts.shape[2]} prompts for {rows} rows"
-            raise ConfigError(f"{what}: expected 1 or {rows} rows, of 1 to {shortest} prompts, as the shortest row is")
+            one = "1 row" if rows == 1 else f"1 or {rows} rows"
+            raise ConfigError(f"{what}: expected {one}, of 1 to {shortest} prompts, as the shortest row is")
         return prompts.float().cpu()
 
 

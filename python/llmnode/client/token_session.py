@@ -26,6 +26,7 @@ class InferenceSession:
         self.output_ids: torch.Tensor | None = None
         self._cache: SessionCache | None = None
         self._states_from: int | None = None  # the first position that `step` has run
+        self._prompts = 0  # positions at which servers add deep prompts
         self._is_closed = False
 
     def __enter__(self) -> Self:
@@ -40,19 +41,29 @@ class InferenceSession:
         if self._cache is not None:
             self._cache.close()
 
-    def cache(self, rows: int) -> SessionCache:
-        """The cache of our models that it is. Raises ConfigError for another number of rows, or if it is closed."""
+    def cache(self, rows: int, prompts: torch.Tensor | None = None) -> SessionCache:
+        """The cache of our models that it is. Raises ConfigError for another number of rows, or if it is closed.
+
+        It is opened anew, with the deep `prompts` of `open_cache`, if nothing was run since it had others.
+        """
         if self._is_closed:
             raise ConfigError("this session is closed: open another one")
+        if self._cache is not None and not self.position and (self._prompts or prompts is not None):
+            self._cache.close()  # nothing was run, and its servers have other prompts
+            self._cache = None
         if self._cache is None:
-            self._cache = self.model.open_cache(self.max_length, rows)
+            self._cache = self.model.open_cache(self.max_length, rows, prompts=prompts)
+            self._prompts = 0 if prompts is None else prompts.shape[2]
         if self._cache.rows != rows:
             raise ConfigError(f"{rows} rows for a session of {self._cache.rows}")
         return self._cache
 
     @property
     def position(self) -> int:
-        """Positions behind us. Set a lower one to roll back to it."""
+        """Positions behind us. Set a lower one to roll back to it.
+
+        Raises ConfigError for one among those that have deep prompts, unless it is 0: then the next step says its own.
+        """
         return 0 if self._cache is None else self._cache.columns
 
     @position.setter
@@ -60,6 +71,8 @@ class InferenceSession:
         if position != self.position:
             if self._cache is None:
                 raise ConfigError(f"cannot go to position {position}: nothing was run")
+            if 0 < position < self._prompts:
+                raise ConfigError(f"cannot go to position {position}, among {self._prompts} deep prompts: go to 0")
             self._cache.truncate(position)
         if self.output_ids is not None:
             self.output_ids = self.output_ids[:, :position]
@@ -100,11 +113,14 @@ class InferenceSession:
     ) -> torch.Tensor:
         """Hidden states (rows, tokens, hidden_size) through all blocks. `hypo_ids` reorders the rows before.
 
-        Raises ConfigError for `prompts`: a session has those that its model has when it opens.
+        The first step takes deep `prompts`, (blocks, rows, positions, hidden_size), which are added at its first
+        positions before each block. Raises ConfigError for prompts of other steps, and of rows that differ in them.
         """
         if prompts is not None:
-            raise ConfigError('a step takes no prompts: call model.tune_prompts("deep_ptune", ...) and use generate')
-        cache = self.cache(len(inputs))
+            prompts = self._of_first_step(prompts, inputs)
+        if inputs.ndim == 3 and not inputs.shape[1]:
+            return inputs.clone()
+        cache = self.cache(len(inputs), prompts)
         if hypo_ids is not None:
             cache.reorder(hypo_ids.tolist())
             self.output_ids = None if self.output_ids is None else self.output_ids[hypo_ids]
@@ -112,3 +128,15 @@ class InferenceSession:
         outputs = HiddenSession(cache).step(inputs)
         self._states_from = began if self._states_from is None else self._states_from
         return outputs
+
+    def _of_first_step(self, prompts: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+        """One row of prompts for all rows of `inputs`."""
+        if self.position:
+            raise ConfigError(
+                f"prompts at position {self.position}: the first step of a session takes them. Set its position to 0, "
+                "or open another session"
+            )
+        prompts = self.model.remote_blocks.fitting_prompts(prompts, len(inputs), inputs.shape[1])
+        if not prompts.eq(prompts[:, :1]).all():
+            raise ConfigError("the rows of a session have the same prompts: open a session for each row")
+        return prompts[:, :1]
