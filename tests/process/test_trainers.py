@@ -204,6 +204,66 @@ def test_autocast_is_of_the_clients_part_alone(pair: Pair) -> None:
     assert ours.score.weight.grad.isfinite().all()
 
 
+def _with_lora(pair: Pair) -> Any:
+    torch.manual_seed(2)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    return peft.get_peft_model(copy.deepcopy(pair.served), config)
+
+
+def _gradients(model: Any) -> dict[str, torch.Tensor]:
+    return {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
+
+
+@pytest.mark.parametrize("way", ["autocast", "a scaler", "a trainer"])
+def test_adapters_learn_in_mixed_precision_as_in_fp32(pair: Pair, way: str, tmp_path: Path) -> None:
+    """Their matrices, and what servers compute, stay in fp32. bfloat16 has an error of 0.004."""
+    model = _with_lora(pair)
+    ids = torch.arange(1, 13).reshape(2, 6)
+    batch = {"input_ids": ids, "labels": ids}
+    if way == "a trainer":
+        texts = [{"input_ids": each, "labels": each} for each in ids]
+        losses = []
+        for half in (False, True):
+            trainer = _trainer(_with_lora(pair), tmp_path, bf16=half, save_strategy="no")
+            trainer.train_dataset = texts
+            trainer.train()
+            losses.append(_losses(trainer))
+        assert losses[1][-1] < losses[1][0]
+        assert 0 < _error(losses[1], losses[0]) < 0.02
+        return
+    exact = model(**batch).loss
+    exact.backward()
+    expected = _gradients(model)
+    assert len(expected) == 2 * 2 * len(pair.served.remote_blocks)
+    model.zero_grad()
+    if way == "autocast":
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            output = model(**batch)
+        assert output.logits.dtype == torch.bfloat16
+        assert 0 < _error(output.loss, exact) < 0.02
+        output.loss.backward()
+        for name, gradient in _gradients(model).items():
+            assert gradient.dtype == torch.float32
+            assert 0 < _error(gradient, expected[name]) < 0.1, name
+        return
+    optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=1000, backoff_factor=2.0**-120)
+    before = {name: each.detach().clone() for name, each in model.named_parameters() if each.requires_grad}
+    for scale in (2.0**127, 2.0**7):
+        assert scaler.get_scale() == scale
+        for name, each in before.items():  # a step whose gradients overflow is left out
+            assert torch.equal(model.get_parameter(name), each)
+        optimizer.zero_grad()
+        scaler.scale(model(**batch).loss).backward()
+        scaler.unscale_(optimizer)
+        found = _gradients(model)
+        scaler.step(optimizer)
+        scaler.update()
+    for name, gradient in found.items():
+        assert _error(gradient, expected[name]) < 10 * FURTHEST, name
+        assert not torch.equal(model.get_parameter(name), before[name])
+
+
 @pytest.mark.parametrize("kind", ["adapter", "head"])
 def test_data_parallel_processes_share_what_is_here_alone(pair: Pair, kind: str) -> None:
     """One process is enough for torch to put the parameters of a model in order, as it does for several."""
