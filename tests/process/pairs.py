@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,6 +12,7 @@ import torch
 
 import llmnode
 from llmnode.client.adopted import sessions_behind
+from llmnode.client.heads import HEADS
 from llmnode.errors import ConfigError
 from llmnode.models.families import family_of
 from llmnode.node import Node
@@ -72,18 +74,36 @@ class Pair:
 
 
 @contextmanager
-def open_pair(family: str, folder: Path) -> Iterator[Pair]:
-    """A small model of the family, saved in `folder` and served from there."""
+def open_pair(family: str, folder: Path, spans: tuple[str, str] = ("0:2", f"2:{BLOCKS}")) -> Iterator[Pair]:
+    """A small model of the family, saved in `folder` and served from there: a server for each of `spans`."""
     torch.set_num_threads(1)
     model = make_model(family, tied=False)
     model.save_pretrained(folder)
     with ExitStack() as stack:
         config = {"worker": "thread", "threads": 1, "kv_tokens": 20_000}
-        first = stack.enter_context(Node(str(folder), blocks="0:2", **config))
-        stack.enter_context(Node(str(folder), blocks=f"2:{BLOCKS}", peers=first.addresses, **config))
+        first = stack.enter_context(Node(str(folder), blocks=spans[0], **config))
+        stack.enter_context(Node(str(folder), blocks=spans[1], peers=first.addresses, **config))
         served = stack.enter_context(llmnode.connect(str(folder), peers=first.addresses))
         draft = make_model(family, tied=False, seed=1, num_hidden_layers=1)
         yield Pair(model, served, draft, str(folder), list(first.addresses))
+
+
+def with_head(pair: Pair, head: str, **options: Any) -> tuple[Any, Any]:
+    """Transformers' model with a head, and the distributed one, with the same weights."""
+    torch.manual_seed(3)
+    ours = pair.served.with_head(head, pad_token_id=0, **options).eval()
+    config = copy.deepcopy(pair.alone.config)
+    config.update({"pad_token_id": 0, **options})
+    theirs = HEADS[head].from_config(config).eval()
+    weights = {name: each for name, each in pair.alone.state_dict().items() if not name.startswith("lm_head")}
+    own = {name: each for name, each in ours.state_dict().items() if name not in weights}
+    theirs.load_state_dict({**weights, **own})
+    assert all(name.startswith(("score", "classifier")) for name in own)
+    theirs.requires_grad_(False)
+    for name, parameter in theirs.named_parameters():
+        parameter.requires_grad_(name in own)
+    assert [name for name, each in ours.named_parameters() if each.requires_grad] == list(own)
+    return theirs, ours
 
 
 @contextmanager

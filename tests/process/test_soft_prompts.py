@@ -16,8 +16,8 @@ from llmnode.client.prompt_tuning import MODULES
 from llmnode.client.versions import CACHE
 from llmnode.errors import ConfigError
 from llmnode.wire import deep_prompts
-from process.pairs import open_pair, prompted
-from process.test_training import FURTHEST, _batch, _error, _with_head
+from process.pairs import open_pair, prompted, with_head
+from process.test_training import FURTHEST, _batch, _error
 from process.tuned import greedy, logits_of, weights_of
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def test_prompts_learn_and_generate_as_with_transformers_and_peft_alone_loads_th
 
 @pytest.mark.parametrize("pair", ["llama"], indirect=True)
 def test_a_head_and_its_prompt_are_saved_together(pair: Pair, tmp_path: Path) -> None:
-    theirs, ours = _with_head(pair, "sequence-classification", num_labels=3)
+    theirs, ours = with_head(pair, "sequence-classification", num_labels=3)
     fresh = copy.deepcopy(theirs)
     fresh.score.reset_parameters()
     config = peft.PromptTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=TOKENS)
@@ -195,7 +195,7 @@ def test_texts_after_trained_prompts_are_those_of_one_process_and_prompts_are_sa
 
 @pytest.mark.parametrize("pair", ["llama"], indirect=True)
 def test_a_head_reads_a_text_after_its_prompts(pair: Pair) -> None:
-    theirs, ours = _with_head(pair, "sequence-classification", num_labels=3)
+    theirs, ours = with_head(pair, "sequence-classification", num_labels=3)
     ours.tune_prompts("deep_ptune", TOKENS)
     batch = _batch("left")
     with torch.no_grad():

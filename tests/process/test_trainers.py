@@ -14,8 +14,8 @@ from transformers import Trainer, TrainingArguments
 
 import llmnode
 from llmnode.errors import ConfigError
-from process.pairs import open_pair
-from process.test_training import FURTHEST, _error, _with_head
+from process.pairs import open_pair, with_head
+from process.test_training import FURTHEST, _error
 from reference.small import VOCABULARY
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def _losses(trainer: Trainer) -> torch.Tensor:
 def test_a_trainer_of_transformers_learns_the_same_and_goes_on_from_what_was_trained_alone(
     pair: Pair, tmp_path: Path
 ) -> None:
-    theirs, ours = _with_head(pair, "sequence-classification", num_labels=2)
+    theirs, ours = with_head(pair, "sequence-classification", num_labels=2)
     start = copy.deepcopy(ours.score.state_dict())
     trainers = []
     for name, model in (("theirs", theirs), ("ours", ours)):
@@ -99,7 +99,7 @@ def test_a_trainer_of_transformers_learns_the_same_and_goes_on_from_what_was_tra
 
 
 def test_a_trainer_saves_the_adapter_of_peft_alone(pair: Pair, tmp_path: Path) -> None:
-    _, ours = _with_head(pair, "sequence-classification", num_labels=2)
+    _, ours = with_head(pair, "sequence-classification", num_labels=2)
     config = peft.PromptTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=3)
     trainer = _trainer(
         peft.get_peft_model(ours, config), tmp_path, per_device_train_batch_size=1, gradient_accumulation_steps=8
@@ -130,7 +130,7 @@ def test_what_add_adapter_of_transformers_adds_is_saved_as_peft_reads_it(
 
 
 def test_a_trainer_learns_prompts_before_each_block_and_goes_on_from_them(pair: Pair, tmp_path: Path) -> None:
-    _, ours = _with_head(pair, "sequence-classification", num_labels=2)
+    _, ours = with_head(pair, "sequence-classification", num_labels=2)
     ours.tune_prompts("deep_ptune", 3)
     trained = {name: each for name, each in ours.named_parameters() if each.requires_grad}
     names = {"score", "prompt_embeddings", "intermediate_prompt_embeddings"}
@@ -181,7 +181,7 @@ def _by_hand(model: Any, accelerator: Accelerator | None) -> torch.Tensor:
 
 
 def test_accelerate_and_a_loop_by_hand_learn_the_same(pair: Pair) -> None:
-    theirs, ours = _with_head(pair, "sequence-classification", num_labels=2)
+    theirs, ours = with_head(pair, "sequence-classification", num_labels=2)
     start = copy.deepcopy(ours.score.state_dict())
     expected = _by_hand(theirs, None)
     assert _error(_by_hand(ours, None), expected) < 10 * FURTHEST
@@ -193,7 +193,7 @@ def test_accelerate_and_a_loop_by_hand_learn_the_same(pair: Pair) -> None:
 
 def test_autocast_is_of_the_clients_part_alone(pair: Pair) -> None:
     """Servers compute in their own precision. The head is in bfloat16, and its loss differs by the error of that."""
-    _, ours = _with_head(pair, "sequence-classification", num_labels=2)
+    _, ours = with_head(pair, "sequence-classification", num_labels=2)
     batch = _collated(_examples()[:4])
     exact = ours(**batch).loss
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -273,7 +273,7 @@ def test_data_parallel_processes_share_what_is_here_alone(pair: Pair, kind: str)
         ids = torch.arange(1, 7)[None]
         batch = {"input_ids": ids, "labels": ids}
     else:
-        _, model = _with_head(pair, "sequence-classification", num_labels=2)
+        _, model = with_head(pair, "sequence-classification", num_labels=2)
         batch = _collated(_examples()[:2])
     model(**batch).loss.backward()
     expected = [each.grad.clone() for each in model.parameters() if each.grad is not None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import peft
@@ -11,10 +12,12 @@ import torch
 from safetensors import safe_open
 from transformers import DynamicCache
 
-from llmnode.client.heads import HEADS
+import llmnode
 from llmnode.client.versions import cache_of
 from llmnode.errors import ConfigError
-from process.pairs import open_pair, prompted
+from process.company import at_once, in_company
+from process.lora import ADAPTERS, learn_once
+from process.pairs import open_pair, prompted, with_head
 from reference.small import BLOCKS, VOCABULARY
 
 if TYPE_CHECKING:
@@ -35,7 +38,7 @@ FURTHEST = 1e-5
 @pytest.fixture(scope="module", params=FAMILIES)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     path: Path = tmp_path_factory.mktemp(request.param)
-    with open_pair(request.param, path) as opened:
+    with open_pair(request.param, path, ("0:2", f"1:{BLOCKS}")) as opened:
         yield opened
 
 
@@ -279,6 +282,27 @@ def test_no_state_dict_has_the_weights_of_blocks_and_none_may_be_trained_or_load
         pair.served(**_batch("right"))
 
 
+def test_lora_in_remote_blocks_has_the_gradients_of_one_process_beside_another_clients_adapter(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through uneven spans that overlap, as microbatches, in batches that have both adapters."""
+    monkeypatch.setattr("llmnode.session.passes.MOST_POSITIONS", 12)
+    batch = _batch("right")
+    expected = [learn_once(pair.alone, name, batch) for name in ADAPTERS]
+    with (
+        llmnode.connect(pair.folder, peers=pair.peers) as other,
+        in_company(len(ADAPTERS), monkeypatch) as adapters_in_a_batch,
+    ):
+        models = zip((pair.served, other), ADAPTERS, strict=True)
+        found = at_once([partial(learn_once, model, name, batch) for model, name in models])
+    assert set(adapters_in_a_batch.values()) == {len(ADAPTERS)}
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, each in theirs.items():
+            assert each.norm() > 0, name
+            assert _error(ours[name], each) < FURTHEST, name
+
+
 def test_an_adapter_that_is_drawn_after_a_seed_is_that_of_the_whole_model(pair: Pair) -> None:
     drawn = []
     for model in (pair.alone, pair.served):
@@ -295,27 +319,9 @@ def test_an_adapter_that_is_drawn_after_a_seed_is_that_of_the_whole_model(pair: 
             made(**_batch("right"))
 
 
-def _with_head(pair: Pair, head: str, **options: Any) -> tuple[Any, Any]:
-    """Transformers' model with a head, and the distributed one, with the same weights."""
-    torch.manual_seed(3)
-    ours = pair.served.with_head(head, pad_token_id=0, **options).eval()
-    config = copy.deepcopy(pair.alone.config)
-    config.update({"pad_token_id": 0, **options})
-    theirs = HEADS[head].from_config(config).eval()
-    weights = {name: each for name, each in pair.alone.state_dict().items() if not name.startswith("lm_head")}
-    own = {name: each for name, each in ours.state_dict().items() if name not in weights}
-    theirs.load_state_dict({**weights, **own})
-    assert all(name.startswith(("score", "classifier")) for name in own)
-    theirs.requires_grad_(False)
-    for name, parameter in theirs.named_parameters():
-        parameter.requires_grad_(name in own)
-    assert [name for name, each in ours.named_parameters() if each.requires_grad] == list(own)
-    return theirs, ours
-
-
 @pytest.mark.parametrize("pair", ["llama"], indirect=True)
 def test_a_head_ignores_what_a_tokenizer_adds_and_an_embedding_checks_its_tokens(pair: Pair) -> None:
-    _, ours = _with_head(pair, "sequence-classification", num_labels=3)
+    _, ours = with_head(pair, "sequence-classification", num_labels=3)
     ids = torch.tensor([[5, 6, 7], [8, 9, 1]])
     with torch.no_grad():
         logits = ours(input_ids=ids, token_type_ids=torch.zeros_like(ids), attention_mask=torch.ones_like(ids)).logits
@@ -345,7 +351,7 @@ def test_weights_that_are_with_the_servers_are_never_written(pair: Pair, tmp_pat
     ids=["classes", "number", "tokens"],
 )
 def test_heads_learn_as_those_of_transformers(pair: Pair, head: str, options: dict[str, int]) -> None:
-    theirs, ours = _with_head(pair, head, **options)
+    theirs, ours = with_head(pair, head, **options)
     batch = _batch("left")
     per_token = head.startswith("token")
     generator = torch.Generator().manual_seed(2)
