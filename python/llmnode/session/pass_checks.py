@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Sequence
 
     from llmnode.core.ids import PeerId
-    from llmnode.core.operations import Buffer
     from llmnode.core.span import Span
+    from llmnode.session.pass_answer import PassAnswer
     from llmnode.session.peer_finder import PeerFinder
     from llmnode.swarm.peer_connection import PeerConnection
     from llmnode.wire.payload import Codec
@@ -58,15 +58,6 @@ zeros 1."""
 _LEAST_SIZE = 0.1
 """A position whose gradient is small counts with this share of the root mean square of all positions: the parts of a
 sum that cancel leave an error of the size of the parts."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PassAnswer:
-    """One server's numbers: hidden states or gradients for them, and gradients for adapters and prompts."""
-
-    rows: Buffer
-    of_adapter: np.ndarray
-    of_prompts: np.ndarray
 
 
 @dataclass(frozen=True, slots=True, eq=False)

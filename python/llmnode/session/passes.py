@@ -28,28 +28,31 @@ from llmnode.errors import (
     NumericOverflow,
     PeerError,
     PeerRefused,
-    RemoteProtocolError,
     single_error,
 )
 from llmnode.session.adapter_ahead import bring_ahead
+from llmnode.session.gradient_scale import UNSCALED, scales_of
 from llmnode.session.overflow import Given, not_sent
-from llmnode.session.pass_checks import PassAnswer, PassChecks
+from llmnode.session.pass_answer import read_answer
+from llmnode.session.pass_checks import PassChecks
 from llmnode.session.pass_tries import PassTries
 from llmnode.session.pass_turns import PassTurns
 from llmnode.wire import deep_prompts
 from llmnode.wire.deep_prompts import are_sound, most_prompts, prompts_extension
 from llmnode.wire.fields import MOST_SEQUENCES
 from llmnode.wire.frame import FrameType
-from llmnode.wire.messages import RefusalCode, pack, unpack
+from llmnode.wire.messages import RefusalCode, pack
 from llmnode.wire.pass_deadline import deadline_extension
-from llmnode.wire.pass_messages import ALONE, FROZEN_ADAPTER, Pass, Passed
-from llmnode.wire.payload import Codec, HiddenForm, decode_hidden
+from llmnode.wire.pass_messages import ALONE, FROZEN_ADAPTER, Pass
+from llmnode.wire.payload import Codec, HiddenForm
 from llmnode.wire.profile import profile_fields
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from llmnode.core.operations import Buffer
+    from llmnode.session.gradient_scale import GradientScale
+    from llmnode.session.pass_answer import PassAnswer
     from llmnode.session.peer_finder import PeerFinder
     from llmnode.swarm.peer_connection import PeerConnection
     from llmnode.wire.adapter import Adapter
@@ -207,8 +210,8 @@ class SwarmPasses:
     async def gradients(self, crossed: Sequence[Crossed], gradient: Buffer) -> Buffer:
         """Gradients for what went in, from those for what came out. Raises as `outputs`.
 
-        If some of those are not finite, or too large for the codec, as a scaler of losses tries out, all that is
-        returned are NaNs; likewise if servers say so of those that they compute (`overflow.py`).
+        If some of those are not finite, or above 2^56, as a scaler of losses tries out, all that is returned are NaNs;
+        likewise if servers say so of those that they compute (`overflow.py`).
         """
         return (await self.all_gradients(crossed, gradient)).hidden
 
@@ -224,7 +227,7 @@ class SwarmPasses:
             nans = _NAN * (memoryview(gradient).nbytes // len(_NAN))
             return PassGradients(nans, np.full(values, np.nan, np.float32), np.full(shape, np.nan, np.float32))
 
-        if not self._form.can_carry(gradient):
+        if not replace(self._form, codec=Codec.RAW).can_carry(gradient):  # in other codecs it is scaled
             return overflow()
         parts = split_rows(gradient, [each.positions for each in batches])
         found: list[tuple[Buffer, Mapping[int, PassAnswer]] | None] = [None] * len(crossed)
@@ -280,8 +283,10 @@ class SwarmPasses:
     async def _go_back(self, crossed: Crossed, gradient: Buffer) -> tuple[Buffer, Mapping[int, PassAnswer]]:
         """The second result has the answers by the first block that they are of."""
         borders, batch = list(crossed.borders), crossed.batch
-        given = Given(batch.adapter, batch.prompts, [borders[0][1], gradient], self._form.codec)
-        tries = PassTries(self._finder, given, is_backward=True)
+        codec, numbers = self._form.codec, [borders[0][1]]
+        if codec is Codec.RAW:  # else it is scaled, and never large
+            numbers.append(gradient)
+        tries = PassTries(self._finder, Given(batch.adapter, batch.prompts, numbers, codec), is_backward=True)
         answers: dict[int, PassAnswer] = {}
         while borders:
             span, hidden = borders.pop()
@@ -315,26 +320,38 @@ class SwarmPasses:
         tries: PassTries,
     ) -> PassAnswer:
         """Have one server do a pass, and now and then another one too. Raises PeerError of the first one."""
-        ask, began_s = partial(self._ask, question, blocks, batch, numbers), trio.current_time()
-        answer = await ask(connection)
+        is_gradient = question is FrameType.BACKWARD
+        scales = scales_of(numbers[-1], self._form.codec) if is_gradient else [UNSCALED]
+        for scale in scales:
+            ask, began_s = partial(self._ask, question, blocks, batch, numbers, scale), trio.current_time()
+            try:
+                answer = await ask(connection)
+                break
+            except PeerRefused as refusal:
+                if refusal.code != RefusalCode.OVERFLOW or scale is scales[-1]:
+                    raise
         if not self.checks.is_due():
             return answer
-        is_gradient, took_s = question is FrameType.BACKWARD, trio.current_time() - began_s
         check = partial(self.checks.checked, is_gradient=is_gradient, unfit=tries.unfit)
-        return await check(answer, connection, blocks, took_s, ask)
+        return await check(answer, connection, blocks, trio.current_time() - began_s, ask)  # with the same scale
 
     async def _ask(
-        self, question: FrameType, blocks: Span, batch: Batch, numbers: Sequence[Buffer], connection: PeerConnection
+        self,
+        question: FrameType,
+        blocks: Span,
+        batch: Batch,
+        numbers: Sequence[Buffer],
+        scale: GradientScale,
+        connection: PeerConnection,
     ) -> PassAnswer:
-        """Have one server do a pass. Raises PeerError."""
+        """Have one server do a pass, with the last of the `numbers` scaled. Raises PeerError."""
         form = self._form
         adapter, prompts = batch.adapter_within(blocks), batch.prompts_of(blocks)
         is_forward, positions = question is FrameType.EVALUATE, batch.positions
-        values = 0 if adapter is None or is_forward else adapter.manifest.values(blocks)
+        by_block = [] if adapter is None or is_forward else [each.values for each in adapter.manifest.within(blocks)]
         rows_bytes = form.bytes_of(positions)
-        trained = values, 0 if is_forward else prompts.size_bytes // FP32_BYTES
-        answer_bytes = rows_bytes + FP32_BYTES * sum(trained)
-        halves = [form.encode(each) for each in numbers]
+        answer_bytes = rows_bytes + FP32_BYTES * sum(by_block) + (0 if is_forward else prompts.size_bytes)
+        halves = [form.encode(each) for each in (*numbers[:-1], scale.up(numbers[-1]))]
         if not all(form.is_sound(half, positions) for half in halves):
             raise not_sent("hidden states")
         cost = (1 if is_forward else BACKWARD_COST) * positions * len(blocks)
@@ -375,20 +392,6 @@ class SwarmPasses:
         using = ask() if adapter is None else connection.adapters.using(adapter, blocks, timeout_s, ask)
         answer = await using
         try:
-            return self._read(answer, positions, trained)
-        except RemoteProtocolError as error:
+            return scale.down(read_answer(answer, form, positions, by_block, answer_bytes))
+        except PeerError as error:
             raise error.blame(connection.peer, blocks) from None
-
-    def _read(self, answer: Frame, positions: int, trained: tuple[int, int]) -> PassAnswer:
-        """`trained` are the numbers of the adapter and of prompts. Raises RemoteProtocolError for a wrong answer."""
-        form = self._form
-        unpack(Passed, answer.meta)
-        rows_bytes = form.bytes_of(positions)
-        if len(answer.payload) != (expected := rows_bytes + FP32_BYTES * sum(trained)):
-            what = f"{len(answer.payload)} bytes for {positions} positions, expected {expected}"
-            raise RemoteProtocolError(what)
-        rows, of_trained = answer.payload[:rows_bytes], np.frombuffer(answer.payload[rows_bytes:], np.float32)
-        if not form.is_sound(rows, positions) or not np.isfinite(of_trained).all():
-            raise RemoteProtocolError("answers a pass with numbers that are not finite, or too large")
-        hidden = decode_hidden(rows, form.codec, positions * form.hidden_size)
-        return PassAnswer(hidden, of_trained[: trained[0]], of_trained[trained[0] :])

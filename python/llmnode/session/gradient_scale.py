@@ -1,0 +1,73 @@
+"""The powers of two by which gradients are scaled while they cross the wire in a lossy codec.
+
+The gradients of a mean over thousands of positions lie near 1e-8. In fp16 most of them would be zero. A backward is
+linear in the gradient: the client sends it scaled to a size that the codec carries well, and divides the answer. In
+fp32 a power of two changes no bit of the result, and servers know nothing of it. With raw nothing is scaled.
+
+The answer may be larger than the gradient was. If it overflows at the server, the client asks with a smaller scale.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import frexp
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from llmnode.errors import PeerRefused
+from llmnode.wire.messages import RefusalCode
+from llmnode.wire.payload import Codec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from llmnode.core.operations import Buffer
+    from llmnode.session.pass_answer import PassAnswer
+
+_LARGEST_EXPONENT = 3
+"""The largest number of a gradient is sent as 4 to 8. In fp16 numbers 2^26 times smaller are not zero, and an answer
+8,000 times larger does not overflow."""
+_STEP = 8
+"""The second scale is 2^8 times smaller: an answer two million times larger does not overflow. fp16 then rounds to
+2^-18 of the largest number. Smaller scales would cost what spot checks can tell apart."""
+_MOST_EXPONENT = 126
+"""2^126 and its inverse are normal numbers of fp32."""
+
+
+@dataclass(frozen=True, slots=True)
+class GradientScale:
+    """A gradient is 2^`exponent` times larger on the wire, and so is the answer."""
+
+    exponent: int = 0
+
+    def up(self, gradient: Buffer) -> Buffer:
+        """fp32 `gradient` as it is sent."""
+        return _times(np.frombuffer(gradient, "<f4"), self.exponent).data.cast("B") if self.exponent else gradient
+
+    def down(self, answer: PassAnswer) -> PassAnswer:
+        """The gradients that the answer stands for. If they overflow, raises PeerRefused, as the server would have."""
+        if not self.exponent:
+            return answer
+        rows = np.frombuffer(answer.rows, "<f4")
+        found = [_times(each, -self.exponent) for each in (rows, answer.of_adapter, answer.of_prompts)]
+        if self.exponent < 0 and not all(np.isfinite(each).all() for each in found):
+            raise PeerRefused(RefusalCode.OVERFLOW, "gradients that are not finite when they are not scaled any more")
+        return replace(answer, rows=found[0].data.cast("B"), of_adapter=found[1], of_prompts=found[2])
+
+
+UNSCALED = GradientScale()
+
+
+def scales_of(gradient: Buffer, codec: Codec) -> Sequence[GradientScale]:
+    """The scales for a finite fp32 `gradient`, of which the next is tried if numbers overflow with one."""
+    values = np.frombuffer(gradient, "<f4")
+    if codec is Codec.RAW or not (largest := max(values.max(), -values.min())):
+        return [UNSCALED]
+    exponent = _LARGEST_EXPONENT - frexp(largest)[1]
+    return [GradientScale(max(-_MOST_EXPONENT, min(each, _MOST_EXPONENT))) for each in (exponent, exponent - _STEP)]
+
+
+def _times(values: np.ndarray, exponent: int) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        return np.asarray(values * np.float32(2.0**exponent))
