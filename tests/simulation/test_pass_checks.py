@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import trio
 
+from llmnode.core.operations import DeepPrompts
 from llmnode.core.policy import ClientPolicy, RecoveryPolicy, SpotCheckPolicy
 from llmnode.core.span import Span
 from llmnode.session.pass_checks import _SILENT_S, _TIMES_ALL
@@ -17,7 +18,7 @@ from llmnode.testing.faults import FailForwards, Freeze, Kill, Stop
 from llmnode.testing.hostile import PassLiar
 from llmnode.testing.network import peer_named
 from llmnode.wire.payload import Codec
-from simulation.adapters import drawn_adapter, there_and_back
+from simulation.adapters import drawn, drawn_adapter, there_and_back
 from simulation.world import ALL_BLOCKS, SPANS, simulated, world
 
 if TYPE_CHECKING:
@@ -37,6 +38,13 @@ async def start(swarm: World, name: str, span: Span, host: str, liar: PassLiar |
         liar.corrupt(node)
 
 
+def liar_about(place: str) -> PassLiar:
+    """It lies about outputs, or about gradients at one of `PassLiar.PLACES`."""
+    if place == "outputs":
+        return PassLiar(1, 1, gradients=False)
+    return PassLiar(1, 1, outputs=False, place=place)
+
+
 def excluded(swarm: World, router: Router) -> set[str]:
     """The servers that the client does not use any more."""
     suspicion, now_s = router.finder.records.suspicion, trio.current_time()
@@ -49,18 +57,17 @@ def suspected(swarm: World, router: Router) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("outputs", "gradients"), [(True, False), (False, True)], ids=["lies about outputs", "lies about gradients"]
+    ("about", "has_adapter"),
+    [("outputs", False), ("outputs", True), ("rows", False), ("rows", True), ("adapter", True), ("prompts", False)],
 )
-@pytest.mark.parametrize("has_adapter", [False, True], ids=["plain", "adapter"])
 @simulated
-async def test_a_liar_is_found_at_its_first_lie_and_what_is_kept_is_right(
-    outputs: bool, gradients: bool, has_adapter: bool
-) -> None:
+async def test_a_liar_is_found_at_its_first_lie_and_what_is_kept_is_right(about: str, has_adapter: bool) -> None:
+    """About outputs, or about gradients for rows, for the numbers of an adapter alone, or for those of prompts."""
     async with world() as swarm:
         for index, span in enumerate(SPANS):
             for number, twin in enumerate("ab"):
                 await start(swarm, f"{index}{twin}", span, f"9.{number}.{index}.1")
-        await start(swarm, "liar", SPANS[1], "9.9.0.1", PassLiar(1, 1, outputs=outputs, gradients=gradients))
+        await start(swarm, "liar", SPANS[1], "9.9.0.1", liar_about(about))
         async with swarm.client(POLICY) as (router, _):
             client = SwarmPasses(router.finder, Codec.RAW)
             adapter = drawn_adapter(random.Random(1)) if has_adapter else None
@@ -122,14 +129,16 @@ async def test_two_liars_of_one_group_that_lie_alike_convict_nobody() -> None:
             assert suspected(swarm, router) == {"1", *lie.names}
 
 
+RARE = ClientPolicy(spot_checks=SpotCheckPolicy(share=0.2, tolerance=0.0))
+
+
 @simulated
 async def test_checks_are_made_at_the_rate_that_is_asked_for_and_find_a_liar_in_time() -> None:
-    policy = ClientPolicy(spot_checks=SpotCheckPolicy(share=0.2, tolerance=0.0))
     async with world() as swarm:
         for index, span in enumerate(SPANS):
             for number, twin in enumerate("abc"):
                 await start(swarm, f"{index}{twin}", span, f"9.{number}.{index}.1")
-        async with swarm.client(policy) as (router, _):
+        async with swarm.client(RARE) as (router, _):
             client = SwarmPasses(router.finder, Codec.RAW)
             for _ in range(100):
                 await client.outputs(ALL_BLOCKS, [3], bytes(3 * router.finder.model.row_bytes))
@@ -143,6 +152,27 @@ async def test_checks_are_made_at_the_rate_that_is_asked_for_and_find_a_liar_in_
             client = SwarmPasses(router.finder, Codec.RAW)
             await client.outputs(ALL_BLOCKS, [3], bytes(3 * router.finder.model.row_bytes))
             assert not client.checks.passed + client.checks.given_up + client.checks.undecided
+
+
+@simulated
+async def test_backwards_are_checked_at_that_rate_too_and_a_liar_about_gradients_is_found_in_time() -> None:
+    span, adapter = SPANS[1], drawn_adapter(random.Random(1))
+    prompts = DeepPrompts(len(span), 1, 1, drawn(2, len(span)))
+    async with world() as swarm:
+        for number, twin in enumerate("abc"):
+            await start(swarm, twin, span, f"9.{number}.0.1")
+        async with swarm.client(RARE) as (router, _):
+            client = SwarmPasses(router.finder, Codec.RAW)
+            _, crossed = await client.outputs(span, [3], drawn(1, 3), adapter, prompts)
+            checks, before = client.checks, client.checks.passed
+            for _ in range(100):
+                await client.gradients(crossed, drawn(3, 3))
+            assert 8 <= checks.passed - before <= 34  # of 100
+            await start(swarm, "liar", span, "9.9.0.1", PassLiar(1, 1, outputs=False))
+            await trio.sleep(10)
+            for _ in range(40):
+                await client.gradients(crossed, drawn(3, 3))
+            assert checks.found == [peer_named("liar")]
 
 
 @simulated

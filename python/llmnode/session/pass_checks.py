@@ -57,7 +57,7 @@ MOST_APART = 0.45
 zeros 1."""
 _LEAST_SIZE = 0.1
 """A position whose gradient is small counts with this share of the root mean square of all positions: the parts of a
-sum that cancel leave an error of the size of the parts."""
+sum that cancel leave an error of the size of the parts. The same holds for a block of an adapter among its blocks."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -233,19 +233,28 @@ def _output_deviation(one: PassAnswer, other: PassAnswer, hidden_size: int) -> f
 
 
 def _gradient_deviation(one: PassAnswer, other: PassAnswer, hidden_size: int) -> float:
-    """The largest relative L2 error: of a position, of all numbers of the adapter, and of those of the prompts."""
-    rows = [np.frombuffer(each.rows, "<f4").reshape(-1, hidden_size) for each in (one, other)]
-    trained = (one.of_adapter, other.of_adapter), (one.of_prompts, other.of_prompts)
-    return max(_apart(*rows), *(_apart(*(each.reshape(1, -1) for each in pair)) for pair in trained))
+    """The largest relative L2 error: of a position, of a block of the adapter, and of a position of a prompt."""
+    rows, prompts, blocks = zip(*(_parts(each, hidden_size) for each in (one, other)), strict=True)
+    return max(_apart(*rows), _apart(*prompts), _apart(*blocks))
 
 
-def _apart(one: np.ndarray, other: np.ndarray) -> float:
+def _parts(answer: PassAnswer, hidden_size: int) -> tuple[np.ndarray, np.ndarray, Sequence[np.ndarray]]:
+    """The gradients of each position, of each position of a prompt, and of each block of the adapter."""
+    ends = np.cumsum(answer.adapter_sizes, dtype=int)
+    by_block = np.split(answer.of_adapter, ends[:-1]) if answer.adapter_sizes else [answer.of_adapter]
+    rows = np.frombuffer(answer.rows, "<f4")
+    return rows.reshape(-1, hidden_size), answer.of_prompts.reshape(-1, hidden_size), by_block
+
+
+def _apart(one: Sequence[np.ndarray] | np.ndarray, other: Sequence[np.ndarray] | np.ndarray) -> float:
     """The largest relative error of a row, where a small row counts as larger than it is. Infinite for no number."""
-    if not one.size or np.array_equal(one, other):
+    if all(map(np.array_equal, one, other)):
         return 0.0
     with np.errstate(all="ignore"):
-        wide = [each.astype(np.float64) for each in (one, other)]
-        size = np.maximum(*(np.linalg.norm(each, axis=1) for each in wide))
+        wide = [[row.astype(np.float64) for row in each] for each in (one, other)]
+        sizes = [[np.linalg.norm(row) for row in rows] for rows in wide]
+        size = np.maximum(sizes[0], sizes[1])
         least = _LEAST_SIZE * np.sqrt(np.mean(size**2))
-        error = np.linalg.norm(wide[0] - wide[1], axis=1) / np.maximum(size, least)
-    return float(np.nan_to_num(error, nan=np.inf, posinf=np.inf).max())
+        error = np.array([np.linalg.norm(mine - theirs) for mine, theirs in zip(*wide, strict=True)])
+        share = error / np.maximum(size, least)
+    return float(np.nan_to_num(share, nan=np.inf, posinf=np.inf).max())

@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 
 from llmnode.core.model import PRECISIONS
-from llmnode.session.pass_checks import _LEAST_SIZE, GRADIENT_TIMES, _apart, allowed_for_gradients
+from llmnode.session.pass_answer import PassAnswer
+from llmnode.session.pass_checks import (
+    _LEAST_SIZE,
+    GRADIENT_TIMES,
+    MOST_APART,
+    _apart,
+    _gradient_deviation,
+    allowed_for_gradients,
+)
 from llmnode.session.recompute import tolerance
 from llmnode.wire.payload import Codec
 
@@ -52,3 +60,40 @@ def test_one_wrong_row_or_a_share_that_was_asked_for_is_enough() -> None:
     assert _apart(ROWS, wrong) == pytest.approx(2)
     assert allowed_for_gradients(0.0) == 0.0
     assert allowed_for_gradients(1.5) == 1.5
+
+
+BLOCKS = [7, 40, 1] * 10
+"""The numbers of an adapter in each block."""
+
+
+def answer_of(wrong: str = "", times: float = 1.0) -> PassAnswer:
+    """The numbers of one of its places are changed: all, or those of one position or block."""
+    numbers = np.random.default_rng(3)
+    of_adapter, of_prompts = (numbers.standard_normal(size).astype("<f4") for size in (sum(BLOCKS), 12 * 64))
+    rows = ROWS.copy()
+    places = {
+        "rows": rows,
+        "one row": rows[4],
+        "adapter": of_adapter,
+        "a small block": of_adapter[7:47],
+        "prompts": of_prompts,
+        "a position of a prompt": of_prompts[-64:],
+    }
+    if wrong:
+        places[wrong] *= np.float32(times)
+    return PassAnswer(rows.tobytes(), of_adapter, of_prompts, BLOCKS)
+
+
+@pytest.mark.parametrize("wrong", ["rows", "one row", "adapter", "a small block", "prompts", "a position of a prompt"])
+def test_gradients_that_are_wrong_at_one_place_alone_are_told_from_honest_ones(wrong: str) -> None:
+    assert _gradient_deviation(answer_of(), answer_of(), 64) == 0
+    for times in (-1.0, 0.0, 0.5, float("nan")):
+        for one, other in ((answer_of(), answer_of(wrong, times)), (answer_of(wrong, times), answer_of())):
+            assert _gradient_deviation(one, other, 64) > MOST_APART
+    assert 0 < _gradient_deviation(answer_of(), answer_of(wrong, 1 + 1e-5), 64) < 1e-4
+
+
+def test_without_adapter_and_prompts_rows_alone_count() -> None:
+    none = np.empty(0, np.float32)
+    one, other = (PassAnswer(rows.tobytes(), none, none) for rows in (ROWS, ROWS * np.float32(1.25)))
+    assert _gradient_deviation(one, other, 64) == pytest.approx(0.2)

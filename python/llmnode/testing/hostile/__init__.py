@@ -21,6 +21,7 @@ from llmnode.testing.hostile.servers import (
     Silent,
     SpeedLiar,
     SybilMajority,
+    gradient_parts,
 )
 
 __all__ = [
@@ -49,5 +50,6 @@ __all__ = [
     "check_memory",
     "check_no_wrong_ban",
     "check_sessions_end_well",
+    "gradient_parts",
     "held_bytes",
 ]

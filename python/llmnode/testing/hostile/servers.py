@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 import struct
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, ClassVar
 
 import trio
 
 from llmnode import _native
 from llmnode.core.ids import Step
+from llmnode.core.model import FP32_BYTES
 from llmnode.core.operations import Backward, Computed, Evaluate
 from llmnode.core.span import Span
 from llmnode.testing.hostile.role import HostileRole
@@ -210,18 +212,24 @@ class NanServer(HostileServers):
 class PassLiar(HostileServers):
     """It computes a share of the passes wrongly: outputs, gradients, or both.
 
-    The lie is a number of `flipped` bits. Without it each such peer has one of its own.
+    The lie is a number of `flipped` bits. Without it each such peer has one of its own. Gradients are wrong at one of
+    the `PLACES`: for hidden states, or for numbers of the adapter or of prompts alone. Without a `place` it is drawn
+    for each lie, among those that the pass has.
     """
 
     outputs: bool = True
     gradients: bool = True
     lying_share: float = 1.0
     flipped: int | None = None
+    place: str | None = None
+
+    PLACES: ClassVar = ("rows", "adapter", "prompts")
 
     @classmethod
     def draw(cls, rng: random.Random) -> PassLiar:
         kinds = rng.choice(((True, True), (True, False), (False, True)))
-        return cls(*cls.draw_peers(rng), rng.choice(SPANS), 1, *kinds, rng.choice((1.0, 0.3)))
+        place = rng.choice((None, *cls.PLACES))
+        return cls(*cls.draw_peers(rng), rng.choice(SPANS), 1, *kinds, rng.choice((1.0, 0.3)), place=place)
 
     def corrupt(self, node: ServingNode) -> None:
         worker, rng = node.worker, random.Random(node.name)
@@ -229,14 +237,30 @@ class PassLiar(HostileServers):
 
         async def do_wrongly(operation: Operation[object]) -> object:
             computed = await do(operation)
-            is_meant = (self.outputs and isinstance(operation, Evaluate)) or (
-                self.gradients and isinstance(operation, Backward)
-            )
-            if not is_meant or not isinstance(computed, Computed) or rng.random() >= self.lying_share:
+            places: list[str] = []
+            if isinstance(operation, Backward) and self.gradients:
+                parts = gradient_parts(operation)
+                places = [each for each in parts if self.place in {None, each}]
+            elif isinstance(operation, Evaluate) and self.outputs:
+                places = ["rows"]
+            if not places or not isinstance(computed, Computed) or rng.random() >= self.lying_share:
                 return computed
-            return replace(computed, hidden=bytes([computed.hidden[0] ^ flipped, *bytes(computed.hidden)[1:]]))
+            numbers, place = bytearray(computed.hidden), rng.choice(places)
+            if place == "rows":
+                numbers[0] ^= flipped
+            else:  # a sum with others keeps it
+                first = parts[place].start
+                struct.pack_into("<f", numbers, first, struct.unpack_from("<f", numbers, first)[0] + flipped)
+            return replace(computed, hidden=bytes(numbers))
 
         worker.do = do_wrongly  # type: ignore[method-assign,assignment]
+
+
+def gradient_parts(backward: Backward) -> dict[str, slice]:
+    """The bytes of the result that are gradients for each of `PassLiar.PLACES`, for those that there are."""
+    sizes = memoryview(backward.hidden).nbytes, FP32_BYTES * backward.adapter_values, backward.prompts.size_bytes
+    edges = pairwise(accumulate(sizes, initial=0))
+    return {place: slice(*edge) for place, edge in zip(PassLiar.PLACES, edges, strict=True) if edge[0] < edge[1]}
 
 
 @dataclass(frozen=True, slots=True)
