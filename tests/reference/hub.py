@@ -1,21 +1,24 @@
 """A hub on loopback: the part of huggingface.co's interface that huggingface_hub uses to find and download a model.
 
-Large files are redirected to another host, as the real one's are, with the headers that tell what they are.
+Large files are redirected to another host, as the real one's are, with the headers that tell what they are. Files are
+pushed to it in a commit's own text. It refuses a card whose base model is no name of a model, as the real one does.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
+import re
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING
-from urllib.parse import unquote, urlsplit
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs, unquote, urlsplit
 
-from huggingface_hub import constants, file_download
-from huggingface_hub.utils import close_session
+from huggingface_hub import ModelCard, constants, file_download, hf_api
+from huggingface_hub.utils import _http, close_session
 
 from reference.small import BLOCKS, make_model
 
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
     import pytest
 
 NAME = "org/small"
+_NO_REPOSITORY = {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"}
 HEADER_BYTES = 100_001
 """The length that huggingface_hub asks for when it wants a safetensors header."""
 
@@ -38,6 +42,7 @@ class Asked:
     path: str
     range: str | None
     authorized: bool
+    query: str = ""
 
 
 @dataclass
@@ -48,6 +53,12 @@ class Repository:
     commit: str = "a" * 40
     refs: tuple[str, ...] = ("main",)
     error: tuple[int, str] | None = None
+    downloads: int = 0
+
+    @property
+    def tags(self) -> list[str]:
+        """Those of its card, as the real hub has them."""
+        return list(ModelCard(self.files.get("README.md", b"").decode()).data.tags or [])
 
     @classmethod
     def of(cls, folder: Path, **more: bytes) -> Repository:
@@ -59,7 +70,7 @@ class Hub:
     """The repositories served, the requests received, and the faults to make.
 
     `cut` is for how many bytes of a large file are sent before the connection breaks, each once; with `stall` it does
-    not break but waits.
+    not break but waits. `listing` is the answer of a search, in place of the repositories that fit.
     """
 
     port: int = 0
@@ -70,6 +81,7 @@ class Hub:
     released: threading.Event = field(default_factory=threading.Event)
     stall: bool = False
     corrupt: bool = False
+    listing: Any = None  # Any: JSON, also such as no hub sends
 
     @property
     def url(self) -> str:
@@ -107,6 +119,8 @@ def the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         monkeypatch.setattr(constants, "AGENT_HARNESSES_PATH", str(tmp_path / "harnesses.json"))
         monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1024)  # else small files are of one chunk
         monkeypatch.setattr(file_download, "time", _Unhurried)
+        monkeypatch.setattr(_http, "time", _Unhurried)
+        monkeypatch.setattr(hf_api.api, "endpoint", hub.url)  # of functions that are imported from huggingface_hub
         monkeypatch.setenv("LLMNODE_OFFLINE", "0")
         monkeypatch.setenv("HF_TOKEN", "hf_secret")
         monkeypatch.setenv("NO_PROXY", "*")
@@ -171,11 +185,10 @@ class _Handler(BaseHTTPRequestHandler):
         path = unquote(urlsplit(self.path).path)
         if path == "/api/agent-harnesses":  # huggingface_hub's, about itself
             return self._answer(404)
-        self.hub.asked.append(
-            Asked(self.command, path, self.headers.get("Range"), self.headers.get("Authorization") is not None)
-        )
-        if self.hub.status is not None:
-            return self._answer(self.hub.status)
+        if self._is_refused(path):
+            return None
+        if path == "/api/models":
+            return self._list(parse_qs(urlsplit(self.path).query))
         if path.startswith("/api/models/"):
             return self._model_info(path.removeprefix("/api/models/"))
         if path.startswith("/cdn/"):
@@ -183,11 +196,66 @@ class _Handler(BaseHTTPRequestHandler):
         name, _, rest = path.removeprefix("/").partition("/resolve/")
         return self._resolve(name, *rest.split("/", 1))
 
+    def do_POST(self) -> None:
+        path = unquote(urlsplit(self.path).path)
+        content = self.rfile.read(int(self.headers["Content-Length"]))
+        if self._is_refused(path):
+            return None
+        if path == "/api/repos/create":
+            asked = json.loads(content)
+            name = f"{asked['organization']}/{asked['name']}"
+            self.hub.repositories.setdefault(name, Repository({}))
+            return self._answer_json({"url": f"{self.hub.url}/{name}"})
+        if path == "/api/validate-yaml":
+            base = ModelCard(json.loads(content)["content"]).data.base_model
+            if base is None or re.fullmatch(r"[\w.-]+(/[\w.-]+)?", base):
+                return self._answer_json({"errors": [], "warnings": []})
+            says = f'"base_model" with value "{base}" is not valid. Use a model id from https://hf.co/models.'
+            return self._answer_json({"errors": [{"message": says}], "warnings": []}, 400)
+        name, _, rest = path.removeprefix("/api/models/").partition("/preupload/")
+        if rest:
+            files = [{"path": each["path"], "uploadMode": "regular"} for each in json.loads(content)["files"]]
+            return self._answer_json({"files": [{**each, "shouldIgnore": False} for each in files]})
+        return self._commit(name.partition("/commit/")[0], content)
+
+    def _commit(self, name: str, content: bytes) -> None:
+        repository = self.hub.repositories[name]
+        for line in map(json.loads, content.splitlines()):
+            if line["key"] == "file":
+                repository.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+        repository.commit = hashlib.sha1(content).hexdigest()
+        url = f"{self.hub.url}/{name}/commit/{repository.commit}"
+        return self._answer_json({"commitUrl": url, "commitOid": repository.commit})
+
+    def _list(self, query: dict[str, list[str]]) -> None:
+        found: list[dict[str, Any]] = [
+            {
+                "id": name,
+                "sha": each.commit,
+                "tags": each.tags,
+                "downloads": each.downloads,
+                "lastModified": "2026-01-31T12:00:00.000Z",
+            }
+            for name, each in self.hub.repositories.items()
+            if {*query["filter"]} <= {*each.tags}
+        ]
+        found.sort(key=lambda each: -each[query["sort"][0]])
+        return self._answer_json(found[: int(query["limit"][0])] if self.hub.listing is None else self.hub.listing)
+
+    def _is_refused(self, path: str) -> bool:
+        """Notes what is asked. True if all is answered with an error, as this was."""
+        url, headers = urlsplit(self.path), self.headers
+        asked = Asked(self.command, path, headers.get("Range"), headers.get("Authorization") is not None, url.query)
+        self.hub.asked.append(asked)
+        if self.hub.status is not None:
+            self._answer(self.hub.status)
+        return self.hub.status is not None
+
     def _model_info(self, path: str) -> None:
         name, _, revision = path.partition("/revision/")
         repository = self.hub.repositories.get(name)
         if repository is None:
-            return self._answer(401, {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"})
+            return self._answer(401, _NO_REPOSITORY)
         if revision not in ("", repository.commit, *repository.refs):
             return self._answer(404, {"X-Error-Code": "RevisionNotFound"})
         info = {
@@ -195,10 +263,12 @@ class _Handler(BaseHTTPRequestHandler):
             "sha": repository.commit,
             "siblings": [{"rfilename": file} for file in sorted(repository.files)],
         }
-        return self._answer(200, {"Content-Type": "application/json"}, json.dumps(info).encode())
+        return self._answer_json(info)
 
     def _resolve(self, name: str, revision: str, file: str) -> None:
-        repository = self.hub.repositories[name]
+        repository = self.hub.repositories.get(name)
+        if repository is None:
+            return self._answer(401, _NO_REPOSITORY)
         assert revision in (repository.commit, *repository.refs)
         if repository.error is not None:
             status, code = repository.error
@@ -226,6 +296,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _spoiled(self, content: bytes) -> bytes:
         return content[:-1] + bytes([content[-1] ^ 1]) if self.hub.corrupt else content
+
+    def _answer_json(self, value: Any, status: int = 200) -> None:  # Any: JSON
+        self._answer(status, {"Content-Type": "application/json"}, json.dumps(value).encode())
 
     def _answer(
         self, status: int, headers: dict[str, str] | None = None, body: bytes = b"", *, cuttable: bool = False

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 from safetensors.torch import save_file
+from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_NAME
 
@@ -15,6 +17,7 @@ from llmnode.client.absent_blocks import absent_blocks
 from llmnode.client.batch import Positions
 from llmnode.client.block_adapters import BlockAdapters
 from llmnode.client.decoder import DistributedDecoder
+from llmnode.client.named_base import facts_of, name_base, tags_of
 from llmnode.client.remote_blocks import RemoteBlocks
 from llmnode.core.span import Span
 from llmnode.errors import ConfigError
@@ -39,6 +42,14 @@ if TYPE_CHECKING:
     from llmnode.models.text.tokenizer import Tokenizer
 
 _EMBEDDINGS = "embeddings.word_embeddings"
+_OF_SAVING = {"push_to_hub": False, "variant": None, "safe_serialization": True, "save_peft_format": True}
+"""Options of transformers' `save_pretrained`, and the only values that they may have."""
+_MEANINGLESS = frozenset({"max_shard_size", "token", "save_original_format", "distributed_checkpoint"})
+"""Those that would change nothing in one file of what is trained."""
+_NOT_HERE = (
+    "the weights of the blocks are not here: push a model of PEFT (`peft.get_peft_model(model, ...).push_to_hub`), or "
+    "upload the folder that save_pretrained writes"
+)
 
 
 class Connection:
@@ -90,6 +101,7 @@ class Distributed(PreTrainedModel):
     supports_gradient_checkpointing = True  # servers keep nothing, and compute blocks again
     _supports_sdpa = True  # of the ends, which have no attention
     _connection: Connection
+    _task = "text-generation"
 
     @property
     def info(self) -> ModelInfo:
@@ -162,33 +174,64 @@ class Distributed(PreTrainedModel):
     def tie_weights(self, *_args: Any, **_kwargs: Any) -> None:
         """Tied weights have been read as one."""
 
-    def save_pretrained(  # type: ignore[override]  # other options mean nothing here
-        self, save_directory: str | Path, **_options: Any
+    @property
+    def model_tags(self) -> list[str]:  # type: ignore[override]  # an attribute of transformers, which nobody sets
+        """The tags of adapters on the hub: their base, its revision and digest, and the task. Others may be added.
+
+        PEFT asks for them when it saves an adapter, before it writes the adapter's config. So that has the revision.
+        """
+        self._name_base()
+        return self._tags
+
+    @cached_property
+    def _tags(self) -> list[str]:
+        return tags_of(self.info, self._task)
+
+    def _name_base(self) -> None:
+        name_base(getattr(self, "peft_config", {}).values(), self.info)
+
+    def save_pretrained(  # type: ignore[override]  # other options are refused
+        self,
+        save_directory: str | Path,
+        is_main_process: bool = True,
+        state_dict: dict[str, torch.Tensor] | None = None,
+        **options: Any,
     ) -> None:
         """Write the parameters that are trained, and no others, to a file in the folder `save_directory`.
 
         It is `model.safetensors`, which a trainer of transformers loads when it resumes. A model of PEFT has a
-        `save_pretrained` of its own, in PEFT's format. An adapter of `add_adapter` is written in that format, too.
-        Raises ConfigError if no parameter requires gradients: the weights of the blocks are with the servers.
+        `save_pretrained` of its own, in PEFT's format. An adapter of `add_adapter` is written in that format, too. The
+        values are those in `state_dict`, if it is given. Only the main process writes. Raises ConfigError if no
+        parameter requires gradients, since the weights of the blocks are with the servers; and for `options` of
+        transformers that would change what is written, or push it.
         """
+        if options.get("push_to_hub"):
+            raise ConfigError(_NOT_HERE)
+        others = {name: value for name, value in options.items() if name not in _MEANINGLESS}
+        if wrong := [name for name, value in others.items() if (name, value) not in _OF_SAVING.items()]:
+            raise ConfigError(f"what is trained is written as it is, in safetensors: leave out {', '.join(wrong)}")
         here = {name: each for name, each in self.named_parameters() if each.untyped_storage().nbytes() >= each.nbytes}
-        trained = {name: each.detach().contiguous() for name, each in here.items() if each.requires_grad}
+        given = state_dict or {}
+        trained = {
+            name: given.get(name, each).detach().contiguous() for name, each in here.items() if each.requires_grad
+        }
         if not trained:
             raise ConfigError("nothing here is trained, and the blocks are with the servers: copy the model's folder")
+        if not is_main_process:
+            return
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
-        base = {"base_model": self.info.name, "base_model_digest": self.info.digest.hex()}
-        save_file(trained, folder / SAFE_WEIGHTS_NAME, metadata={"format": "pt", **base})
+        save_file(trained, folder / SAFE_WEIGHTS_NAME, metadata={"format": "pt", **facts_of(self.info)})
         if getattr(self, "_hf_peft_config_loaded", False):
-            adapter = {f"base_model.model.{name}": each for name, each in self.get_adapter_state_dict().items()}
+            found = self.get_adapter_state_dict(state_dict=state_dict)
+            adapter = {f"base_model.model.{name}": each for name, each in found.items()}
             save_file(adapter, folder / ADAPTER_WEIGHTS_FILE, metadata={"format": "pt"})
+            self._name_base()
             self.peft_config[self.active_adapters()[0]].save_pretrained(folder)
 
     def push_to_hub(self, *_args: Any, **_kwargs: Any) -> NoReturn:  # type: ignore[override]  # theirs is wrapped
         """Raises ConfigError: share what PEFT saves."""
-        raise ConfigError(
-            "the weights of the blocks are not here: push a model of PEFT, or what save_pretrained writes"
-        )
+        raise ConfigError(_NOT_HERE)
 
     def resize_token_embeddings(self, *_args: Any, **_kwargs: Any) -> NoReturn:
         """Raises ConfigError: servers and other clients have the model as it is."""
@@ -227,3 +270,15 @@ class Distributed(PreTrainedModel):
         if (there.dtype, there.device) != (here.dtype, here.device):
             raise ConfigError(f"the client's part of the model stays on the CPU in {self.dtype}: leave out the change")
         return self
+
+
+def _name_base_of_prompts(holder: torch.nn.Module, _name: str, _child: torch.nn.Module | None) -> None:
+    """Prompts of PEFT have their config in PEFT's model, the `holder`, and there before modules of them are added."""
+    base = holder._modules.get("base_model")
+    if isinstance(base, Distributed) and type(holder).__module__ == "peft.peft_model":
+        configs: Any = holder.peft_config  # Any: PEFT's model is not imported
+        name_base(configs.values(), base.info)
+
+
+# It stays there: torch looks through its hooks in all threads, so none may come or go.
+register_module_module_registration_hook(_name_base_of_prompts)

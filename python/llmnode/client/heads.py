@@ -27,6 +27,8 @@ HEADS: dict[str, Any] = {  # Any: transformers' classes have no common base
     _SEQUENCES: AutoModelForSequenceClassification,
     "token-classification": AutoModelForTokenClassification,
 }
+_TASKS = {_SEQUENCES: "text-classification"}
+"""The hub's names of tasks, where they are other ones."""
 
 
 def make_head(connection: Connection, head: str, options: Mapping[str, object]) -> Any:  # Any: made for the family
@@ -47,6 +49,7 @@ def make_head(connection: Connection, head: str, options: Mapping[str, object]) 
     own: Any = type(model)  # Any: a class is hashable, which mypy does not see
     model.__class__ = _distributed(own)
     model._connection = connection
+    model._task = _TASKS.get(head, head)
     if head == _SEQUENCES:
         model.register_forward_pre_hook(_check_pooled, with_kwargs=True)
     return model

@@ -1,4 +1,4 @@
-"""Names of models on the Hugging Face hub: `org/name` or `org/name@revision`. Asks no hub."""
+"""Names of models on the Hugging Face hub: `org/name` or `org/name@revision`. Tags of adapters there. Asks no hub."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from typing import NamedTuple
 
 HUB = "hub:"
 """It may stand before such a name, which is then never taken for a path of this machine."""
+ADAPTER_TAG = "base_model:adapter:"
+"""The tag of adapters, before the name of their base. PEFT writes it, too, and the hub reads it."""
+REVISION_TAG = "base_model_revision:"
+"""A tag of ours, before the commit of the base."""
 _NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>\w[\w./+-]*))?", re.ASCII)
 _ENDS_OF_FILES = (".gguf", ".safetensors", ".json")
 

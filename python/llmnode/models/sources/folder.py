@@ -90,8 +90,13 @@ class ModelFolder:
 
     @cached_property
     def config(self) -> PreTrainedConfig:
-        """The config as transformers, which takes seconds to import, has it. Raises ModelError as `read_config`."""
-        return read_config(self.path)
+        """The config as transformers, which takes seconds to import, has it. Raises ModelError as `read_config`.
+
+        Its `name_or_path`, which adapters keep as the name of their base, is the model's name and no path.
+        """
+        config = read_config(self.path)
+        config.name_or_path = self.name
+        return config
 
     @cached_property
     def info(self) -> ModelInfo:
