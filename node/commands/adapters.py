@@ -1,10 +1,16 @@
-"""`llmnode adapters`: the adapters that servers announce, by model. `core/served_adapters.py` finds one by its name."""
+"""`llmnode adapters`: the adapters that servers announce, by model, and those that the hub has for a base.
+
+`core/served_adapters.py` finds one by its name.
+"""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from llmnode.core.hub_names import ADAPTER_TAG, HUB, split_hub_name
 from llmnode.core.texts.visible import printable
+from llmnode.errors import ConfigError
 from llmnode.node.commands.joining import FIND, add_mdns, add_peers, way_in
 from llmnode.node.commands.options import add_command
 from llmnode.node.terminal import open_console, show_json
@@ -18,11 +24,19 @@ if TYPE_CHECKING:
 
     from llmnode.core.announcement import Announcement
     from llmnode.core.served_adapters import ServedAdapter
+    from llmnode.models.sources.hub_list import HubAdapter
     from llmnode.net.invite import Invite
     from llmnode.node.commands.options import Commands
 
 MOST_SHOWN = 200
-"""Peers may announce any number. The table names this many; `--json` has all that the view has."""
+"""Peers may announce any number. The table names this many; `--json` has all that the view has.
+
+The hub is asked for this many, and lists the most downloaded ones.
+"""
+_SHORT = 12
+"""The digits of a commit that a table shows."""
+_HUB_DEADLINE_S = 15.0
+"""huggingface_hub tries six times, and waits between for 23 s together."""
 
 
 def add(commands: Commands) -> None:
@@ -30,12 +44,21 @@ def add(commands: Commands) -> None:
         commands,
         "adapters",
         run,
-        "show the LoRA adapters that servers announce, for `--adapter` of chat and generate",
+        "show the LoRA adapters that servers announce, and those of the Hugging Face hub, for `--adapter` of chat and "
+        "generate",
         "  llmnode adapters INVITE\n  llmnode adapters --peers ADDRESS --json\n"
-        "  (their names, ranks and blocks are the word of the servers that announce them)",
+        "  llmnode adapters --hub ORG/NAME                  (what the hub has for this base; asks no swarm)\n"
+        "  llmnode adapters INVITE --hub ORG/NAME --json    (both)\n"
+        "  (names, ranks and blocks are the word of the servers that announce them, and of authors on the hub)",
     )
     add_peers(parser, "servers or relays to ask")
     add_mdns(parser, FIND)
+    parser.add_argument(
+        "--hub",
+        metavar="ORG/NAME",
+        help=f"list the adapters that the Hugging Face hub has for this base model, with their newest commits; the "
+        f"{MOST_SHOWN} most downloaded ones. The swarm is then asked only if peers, an invite or --mdns are given",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
 
 
@@ -44,12 +67,45 @@ def run(arguments: argparse.Namespace) -> int:
     from llmnode.core.view import online
     from llmnode.node.stopping import run_async
 
-    found = served_adapters(online(run_async(_ask, way_in(arguments))))
+    base = None if arguments.hub is None else _base(arguments.hub)
+    found = on_hub = None
+    if base is None or arguments.invite or arguments.peers or arguments.swarm_key or arguments.mdns:
+        found = served_adapters(online(run_async(_ask, way_in(arguments))))
+    if base is not None:
+        on_hub = run_async(_ask_hub, base)
     if arguments.json:
-        show_json({"adapters": [_json(each) for each in found]})
-    else:
+        of_swarm = {} if found is None else {"adapters": [_json(each) for each in found]}
+        of_hub = {} if on_hub is None else {"hub": {"base": base, "adapters": [asdict(each) for each in on_hub]}}
+        show_json(of_swarm | of_hub)
+        return 0
+    if found is not None:
         _show(found)
+    if base is not None and on_hub is not None:
+        _show_hub(base, on_hub)
     return 0
+
+
+def _base(text: str) -> str:
+    """The name of a base on the hub. Raises ConfigError."""
+    name = split_hub_name(text.removeprefix(HUB))
+    if name is None:
+        raise ConfigError(f"--hub {text!r} is no name of a model on the hub: give ORG/NAME")
+    if name.revision is not None:
+        raise ConfigError(f"adapters on the hub name their base without a revision: give --hub {name.repo}")
+    return name.repo
+
+
+async def _ask_hub(base: str) -> Sequence[HubAdapter]:
+    import trio
+    from huggingface_hub import constants
+
+    from llmnode.models.sources.hub_list import adapters_on_hub
+
+    with trio.move_on_after(_HUB_DEADLINE_S):
+        return await trio.to_thread.run_sync(adapters_on_hub, base, MOST_SHOWN, abandon_on_cancel=True)
+    raise ConfigError(
+        f"{constants.ENDPOINT} has not listed adapters within {_HUB_DEADLINE_S:g} s: check the network, and run again"
+    )
 
 
 async def _ask(to: Invite) -> Sequence[Announcement]:
@@ -84,13 +140,32 @@ def _show(found: Sequence[ServedAdapter]) -> None:
     console.print("This is the word of the servers. A client with the adapter's folder checks the digest itself.")
 
 
+def _show_hub(base: str, found: Sequence[HubAdapter]) -> None:
+    from huggingface_hub import constants
+    from rich.markup import escape
+
+    console = open_console(stderr=False, highlight=False)
+    if not found:
+        console.print(escape(f"the hub has no adapter whose card names {base} as its base"))
+        return
+    table = _columns("adapter", "commit", "updated", "downloads", "task", "base's commit", whole="adapter")
+    for each in found:
+        commits = (each.revision[:_SHORT], each.base_revision[:_SHORT])
+        values = (each.name, commits[0], each.updated, str(each.downloads), each.task, commits[1])
+        table.add_row(*(escape(printable(value)) for value in values))
+    console.print(table)
+    if len(found) == MOST_SHOWN:
+        console.print(escape(f"there may be more: {constants.ENDPOINT}/models?other={ADAPTER_TAG}{base}"))
+    console.print(
+        "This is the word of their authors. `--adapter ORG/NAME` reads and checks one: servers compute plain LoRA. "
+        "ORG/NAME@COMMIT is one version of it; --json has whole commits."
+    )
+
+
 def _table(found: Sequence[ServedAdapter]) -> Table:
     from rich.markup import escape
-    from rich.table import Table
 
-    table = Table(box=None, padding=(0, 1, 0, 0))
-    for column in ("adapter", "rank", "base", "dtype", "blocks", "servers", "digest"):
-        table.add_column(column, overflow="fold" if column == "digest" else "ellipsis")
+    table = _columns("adapter", "rank", "base", "dtype", "blocks", "servers", "digest", whole="digest")
     for each in found:
         holes = ", ".join(str(hole) for hole in each.missing)
         values = (
@@ -103,4 +178,14 @@ def _table(found: Sequence[ServedAdapter]) -> Table:
             each.adapter.digest.hex(),
         )
         table.add_row(*(escape(printable(value)) for value in values))
+    return table
+
+
+def _columns(*names: str, whole: str) -> Table:
+    """A table with these columns. Values of the column `whole`, which users copy, are never cut."""
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    for name in names:
+        table.add_column(name, overflow="fold" if name == whole else "ellipsis")
     return table

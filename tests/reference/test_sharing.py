@@ -28,6 +28,7 @@ from llmnode.models.load import load_ends
 from llmnode.models.names import EMBEDDED_MODEL
 from llmnode.models.open_model import open_model
 from llmnode.models.peft_folder import read_adapter
+from llmnode.models.sources.hub_list import adapters_on_hub
 from reference.hub import NAME, Repository, the_hub
 from reference.small import make_model, open_saved, save_model
 
@@ -104,7 +105,7 @@ def test_a_saved_adapter_names_its_base_and_revision_and_peft_alone_loads_both(h
     assert torch.equal(base, make_model("llama", tied=False).model.embed_tokens.weight)
 
 
-def test_what_is_pushed_is_what_is_saved(hub: Hub, tmp_path: Path) -> None:
+def test_what_is_pushed_is_what_is_saved_and_the_hub_lists_it(hub: Hub, tmp_path: Path) -> None:
     made = distributed(open_model(NAME))
     model = peft.get_peft_model(made, peft.LoraConfig(task_type="CAUSAL_LM", **LORA))
     model.push_to_hub("me/plain")
@@ -115,6 +116,7 @@ def test_what_is_pushed_is_what_is_saved(hub: Hub, tmp_path: Path) -> None:
         assert (config["base_model_name_or_path"], config["revision"]) == (NAME, COMMIT)
         check_no_path(pushed.files, tmp_path)
     assert {"text-generation", f"base_model:adapter:{NAME}", f"base_model_revision:{COMMIT}"} <= {*pushed.tags}
+    assert [each.name for each in adapters_on_hub(NAME, 5)] == ["me/pirate"]
     loaded = peft.AutoPeftModelForCausalLM.from_pretrained("me/pirate")
     ours, theirs = peft.get_peft_model_state_dict(model), peft.get_peft_model_state_dict(loaded)
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
