@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from llmnode.core.operations import NO_PROMPTS, DeepPrompts
 from llmnode.testing import exact_output
 from llmnode.testing.exact_blocks import exact_gradient, exact_input, exact_prompt_gradient, exact_prompts
-from simulation.world import ALL_BLOCKS, ROW
+from llmnode.testing.worker import ExactExecutor
+from simulation.world import ALL_BLOCKS, FORWARD_S, ROW
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import pytest
+
+    from llmnode.core.operations import Buffer, Pass
     from llmnode.core.span import Span
     from llmnode.session.passes import SwarmPasses
     from llmnode.testing import World
+    from llmnode.testing.worker import ExactWorker
 
 LENGTHS = [5, 1, 30, 2, 12]
 
@@ -69,3 +75,41 @@ def nothing_is_left(swarm: World) -> None:
     for node in swarm.nodes.values():
         assert not node.worker._pass_track.scheduler._counters._groups._queued
         assert not node.server.passes
+
+
+@dataclass(slots=True)
+class PassTime:
+    """The time that a server takes for passes."""
+
+    position_s: float
+    """That of a position in one block. It may change."""
+    spent_s: float = 0.0
+    """That of all until now."""
+
+
+def take_time(worker: ExactWorker, position_s: float, monkeypatch: pytest.MonkeyPatch) -> PassTime:
+    """Have each batch of passes take this time for each position and block."""
+    time, track = PassTime(position_s), worker._pass_track
+    run = track._run
+
+    async def run_slowly(work: Any) -> Any:
+        took_s = time.position_s * sum(each.positions * len(each.span) for each in work.passes)
+        time.spent_s += took_s
+        worker.slower_by_s = took_s - FORWARD_S
+        return await run(work)
+
+    monkeypatch.setattr(track, "_run", run_slowly)
+    return time
+
+
+def watch_passes(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[Pass]]:
+    """The passes that servers compute together, to which others come."""
+    computed: list[Sequence[Pass]] = []
+    run = ExactExecutor.run
+
+    def watched(executor: ExactExecutor, passes: Sequence[Pass]) -> Sequence[Buffer]:
+        computed.append(passes)
+        return run(executor, passes)
+
+    monkeypatch.setattr(ExactExecutor, "run", watched)
+    return computed

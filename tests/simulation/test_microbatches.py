@@ -16,8 +16,8 @@ from llmnode.session.passes import SwarmPasses
 from llmnode.testing import Conditions, open_world
 from llmnode.testing.exact_blocks import exact_input
 from llmnode.wire.payload import Codec
-from simulation.passes import LENGTHS, drawn, nothing_is_left, there_and_back
-from simulation.world import ALL_BLOCKS, FORWARD_S, pairs_of_servers, simulated, world
+from simulation.passes import LENGTHS, drawn, nothing_is_left, take_time, there_and_back
+from simulation.world import ALL_BLOCKS, pairs_of_servers, simulated, world
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -79,7 +79,7 @@ async def test_a_batch_keeps_two_servers_busy_most_of_the_time(monkeypatch: pyte
     async with world(conditions=Conditions(delay_s=0.001)) as swarm:
         for name, span in (("a", Span(0, blocks)), ("b", Span(blocks, 2 * blocks))):
             node = await swarm.start(name, span)
-            _take_time(node.worker, position_s, monkeypatch)
+            take_time(node.worker, position_s, monkeypatch)
         async with swarm.client() as (router, _):
             client = SwarmPasses(router.finder, Codec.RAW)
             await client.outputs(ALL_BLOCKS, [1], drawn(1, 1))
@@ -102,7 +102,7 @@ async def test_a_backward_computes_blocks_once_when_it_is_known_how_long_that_ta
     """Fewer sequences go together then, so that they are through all blocks in time."""
     async with world() as swarm:
         node = await swarm.start("whole", ALL_BLOCKS)
-        _take_time(node.worker, 1e-3, monkeypatch)
+        take_time(node.worker, 1e-3, monkeypatch)
         batches: list[Sequence[Pass]] = []
         track = node.worker._pass_track
         run = track._run
@@ -125,14 +125,3 @@ async def test_a_backward_computes_blocks_once_when_it_is_known_how_long_that_ta
             assert [(each.lengths, each.span) for each in backwards] == [((64,), ALL_BLOCKS)] * 4
             assert forwards + backwards == done, "no block is computed for a part to begin"
             assert whole_blocks[1] == 2 * 256 * len(ALL_BLOCKS) < whole_blocks[0]
-
-
-def _take_time(worker: Any, position_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have each batch of passes take this time for each position and block."""
-    run = worker._pass_track._run
-
-    async def run_slowly(work: Any) -> Any:
-        worker.slower_by_s = position_s * sum(each.positions * len(each.span) for each in work.passes) - FORWARD_S
-        return await run(work)
-
-    monkeypatch.setattr(worker._pass_track, "_run", run_slowly)

@@ -12,12 +12,12 @@ from llmnode.errors import NoRoute, PeerError
 if TYPE_CHECKING:
     from llmnode.core.route import Hop
     from llmnode.core.span import Span
-    from llmnode.session.peer_finder import PeerFinder
+    from llmnode.session.pass_routes import PassRoutes
     from llmnode.swarm.peer_connection import PeerConnection
     from llmnode.wire.adapter import Adapter
 
 
-async def bring_ahead(finder: PeerFinder, adapter: Adapter, span: Span) -> None:
+async def bring_ahead(routes: PassRoutes, adapter: Adapter, span: Span, weight: int) -> None:
     """Have the servers of the best route through `span` hold `adapter`, all but the first: a pass is there by now.
 
     A failure here is not reported: the pass meets the same server, and looks for another one.
@@ -25,10 +25,11 @@ async def bring_ahead(finder: PeerFinder, adapter: Adapter, span: Span) -> None:
 
     async def bring(hop: Hop, connection: PeerConnection) -> None:
         with suppress(PeerError):
-            await connection.adapters.bring(adapter, hop.span, finder.policy.passes.base_s)
+            await connection.adapters.bring(adapter, hop.span, routes.finder.policy.passes.base_s)
 
     with suppress(NoRoute, PeerError):
-        route, connections = await finder.find(span, 0, (), hurry=False)
+        route, connections, load = await routes.find(span, (), weight)
+        routes.loads.take_back(load)
         async with trio.open_nursery() as nursery:
             for hop in route[1:]:
                 nursery.start_soon(bring, hop, connections[hop.peer])

@@ -14,8 +14,9 @@ from llmnode.wire.messages import RefusalCode
 
 if TYPE_CHECKING:
     from llmnode.core.ids import PeerId
+    from llmnode.core.peers.pass_loads import PassLoad
     from llmnode.core.span import Span
-    from llmnode.session.peer_finder import PeerFinder
+    from llmnode.session.pass_routes import PassRoutes
     from llmnode.swarm.peer_connection import PeerConnection
 
 log = logging.getLogger(__name__)
@@ -28,8 +29,9 @@ class PassTries:
     the pass requires is not asked.
     """
 
-    def __init__(self, finder: PeerFinder, given: Given, *, is_backward: bool = False) -> None:
-        self._finder = finder
+    def __init__(self, routes: PassRoutes, given: Given, *, is_backward: bool = False) -> None:
+        self._routes = routes
+        self._finder = finder = routes.finder
         self._given = given
         self._is_backward = is_backward
         self._policy = finder.policy
@@ -41,15 +43,15 @@ class PassTries:
         """Peers that cannot take this pass, be it in a hurry."""
         return self._unable | {each.peer for each in self._finder.pool.living() if self._is_too_old(each)}
 
-    async def next_hop(self, span: Span) -> tuple[Span, PeerConnection]:
-        """The first hop of the best route through `span`. Raises NoRoute or SessionLost after too long, and
-        NumericOverflow as `failed`.
+    async def next_hop(self, span: Span, weight: int) -> tuple[Span, PeerConnection, PassLoad]:
+        """The first hop of the best route through `span` for a pass of this `weight`, and the load there, which is to
+        be taken back. Raises NoRoute or SessionLost after too long, and NumericOverflow as `failed`.
         """
         hurry = False
         while True:
             try:
                 avoided = self._failures.avoided(hurry=hurry) | self.unfit
-                route, connections = await self._finder.find(span, 0, avoided, hurry=hurry)
+                route, connections, load = await self._routes.find(span, avoided, weight, hurry=hurry)
             except NoRoute as absence:
                 self._begin_deadline()
                 if hurry:  # every peer has been asked
@@ -59,7 +61,12 @@ class PassTries:
             except PeerError as error:
                 self.failed(error)
             else:
-                return route[0].span, connections[route[0].peer]
+                return route[0].span, connections[route[0].peer], load
+
+    def goes_elsewhere(self, load: PassLoad, span: Span, weight: int) -> bool:
+        """Whether the pass, which waits for its turn at a peer, would be given to another one now."""
+        avoided = self._failures.avoided(hurry=False) | self.unfit
+        return self._routes.goes_elsewhere(load, span, avoided, weight)
 
     def failed(self, error: PeerError, took_s: float = 0.0) -> None:
         """A peer has failed, after this time: others are asked. Raises SessionLost after too long, and NumericOverflow

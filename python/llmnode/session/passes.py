@@ -18,6 +18,7 @@ import trio
 
 from llmnode.core.model import FP32_BYTES
 from llmnode.core.operations import NO_PROMPTS, DeepPrompts
+from llmnode.core.peers.pass_loads import pass_weight
 from llmnode.core.peers.pass_patience import PassPatience, PassSize
 from llmnode.core.priority import Priority
 from llmnode.core.sequences import grouped, microbatch_positions, split_rows
@@ -144,7 +145,7 @@ class SwarmPasses:
         self._priority = priority
         self._patience = PassPatience(finder.policy.passes)
         self._under_way = trio.CapacityLimiter(MOST_UNDER_WAY)
-        self._turns = PassTurns()
+        self._turns = PassTurns(finder)
         self.checks = PassChecks(finder, codec)
 
     async def outputs(
@@ -189,7 +190,8 @@ class SwarmPasses:
         with single_error():
             async with trio.open_nursery() as beside:
                 if adapter is not None:
-                    beside.start_soon(bring_ahead, self._finder, adapter, span)
+                    weight = pass_weight(max(map(sum, groups)), is_backward=False)
+                    beside.start_soon(bring_ahead, self._turns.routes, adapter, span, weight)
                 await self._all([partial(cross, number, firsts[number]) for number in range(len(groups))])
                 beside.cancel_scope.cancel()
         done = [each for each in found if each is not None]
@@ -261,12 +263,12 @@ class SwarmPasses:
 
     async def _cross(self, batch: Batch, hidden: Buffer) -> tuple[list[tuple[Span, Buffer]], Buffer]:
         """Through the blocks, hop by hop. Returns what went into each, and what came out."""
-        tries = PassTries(self._finder, Given(batch.adapter, batch.prompts, [hidden], self._form.codec))
+        tries = PassTries(self._turns.routes, Given(batch.adapter, batch.prompts, [hidden], self._form.codec))
         borders: list[tuple[Span, Buffer]] = []
         start, end = batch.span.start, batch.span.end
         while start < end:
-            blocks, connection = await tries.next_hop(batch.first_of(Span(start, end)))
-            async with self._turns.turn(connection):
+            rest, weight = batch.first_of(Span(start, end)), pass_weight(batch.positions, is_backward=False)
+            async with self._turns.turn(tries, rest, weight) as (blocks, connection):
                 began_s = trio.current_time()
                 try:
                     answer = await self._checked(FrameType.EVALUATE, blocks, batch, [hidden], connection, tries)
@@ -286,12 +288,12 @@ class SwarmPasses:
         codec, numbers = self._form.codec, [borders[0][1]]
         if codec is Codec.RAW:  # else it is scaled, and never large
             numbers.append(gradient)
-        tries = PassTries(self._finder, Given(batch.adapter, batch.prompts, numbers, codec), is_backward=True)
+        tries = PassTries(self._turns.routes, Given(batch.adapter, batch.prompts, numbers, codec), is_backward=True)
         answers: dict[int, PassAnswer] = {}
         while borders:
             span, hidden = borders.pop()
-            blocks, connection = await tries.next_hop(span)
-            async with self._turns.turn(connection):
+            weight = pass_weight(batch.positions, is_backward=True)
+            async with self._turns.turn(tries, span, weight) as (blocks, connection):
                 began_s = trio.current_time()
                 try:
                     if blocks != span:  # nobody holds all of these blocks any more
@@ -389,8 +391,11 @@ class SwarmPasses:
             self._patience.note(connection.peer, size, trio.current_time() - began_s)
             return answer
 
+        began_s = trio.current_time()
         using = ask() if adapter is None else connection.adapters.using(adapter, blocks, timeout_s, ask)
         answer = await using
+        weight = pass_weight(positions, is_backward=not is_forward)
+        self._turns.routes.loads.note(connection.peer, weight * len(blocks), began_s, trio.current_time())
         try:
             return scale.down(read_answer(answer, form, positions, by_block, answer_bytes))
         except PeerError as error:

@@ -124,7 +124,7 @@ class PeerFinder:
     async def note_slow(self, span: Span, slow: Collection[PeerId] = ()) -> None:
         """Peers are much slower than they say, perhaps busy. Others are tried, until some have computed `span`."""
         self.try_others()
-        await self._wait_for_trials(span, slow)
+        await self.wait_for_trials(span, slow)
 
     def try_others(self, group: str | None = None) -> None:
         """Begin to try several servers that have not proved themselves, after a failure in this address group, or one
@@ -133,7 +133,7 @@ class PeerFinder:
         self.records.broken.note(group, trio.current_time())
         self._newcomers.try_all(self.records.good(self._candidates()))
 
-    async def _wait_for_trials(self, span: Span, avoid: Collection[PeerId] = ()) -> None:
+    async def wait_for_trials(self, span: Span, avoid: Collection[PeerId] = ()) -> None:
         """If servers are being tried, until some that have computed, or proved themselves before, cover `span`."""
         if self._trials.is_running:
             await self._newcomers.wait(span, self.records.good(self._usable()), avoid)
@@ -190,7 +190,7 @@ class PeerFinder:
         are not at the peers `beside`, which have other hops of the session. Raises NoRoute, or the PeerError of a peer
         that could not be reached.
         """
-        await self._wait_for_trials(span, avoid)
+        await self.wait_for_trials(span, avoid)
         others = self._candidates(positions)
         usable = [each for each in (others if hurry else self.records.good(others)) if each.peer not in avoid]
         try:
@@ -198,11 +198,16 @@ class PeerFinder:
             route = find_detour(span, _held(usable), costs, self._ways(usable))
         except NoRoute as error:
             raise NoRoute(error.missing, self._hint(error.missing, positions, avoid)) from None
+        connections = await self.reach(route, usable)
+        self.warm_standbys(route)
+        return route, connections
+
+    async def reach(self, route: Route, usable: Sequence[Announcement]) -> Mapping[PeerId, PeerConnection]:
+        """Connections to the peers of `route`, out of the `usable` ones. Raises PeerError if one is not reached."""
         connections, errors = await self.reaching.connect(route, usable)
         if errors:
             raise errors[0]
-        self.warm_standbys(route)
-        return route, connections
+        return connections
 
     async def introduce(self, connection: PeerConnection, peer: PeerId) -> None:
         """Tell the server at `connection` about `peer`, unless it was told a moment ago: the sessions of a batch have
@@ -262,7 +267,7 @@ class PeerFinder:
         """
         until_s = trio.current_time() + self.policy.route.reach_s
         while True:
-            await self._wait_for_trials(Span(0, self.model.blocks))
+            await self.wait_for_trials(Span(0, self.model.blocks))
             usable = [each for each in self._candidates(positions) if each.peer not in failed]
             explored = await self._newcomers.explore(self.records.good(usable))
             route = self._route(usable, failed, positions, explored)
@@ -320,6 +325,10 @@ class PeerFinder:
 
     def _ways(self, announcements: Sequence[Announcement]) -> Ways:
         return believed_ways(announcements, self.reaching.round_trips_s())
+
+    def good(self) -> Sequence[Announcement]:
+        """Those that have not failed lately, in a random order."""
+        return self.records.good(self._candidates())
 
     def _candidates(self, positions: int = 0) -> list[Announcement]:
         """The same as `_usable` in a random order: clients take different ones of equal peers."""

@@ -18,7 +18,7 @@ from llmnode.core.route import HopCost
 from llmnode.session.own_use import OwnUses
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from llmnode.core.announcement import Announcement
     from llmnode.core.ids import PeerId
@@ -79,6 +79,19 @@ class PeerRecords:
         Suspected peers, those without KV for the first `positions` (the part that comes `at_once`, and a piece), those
         that have a hop `beside`, and those that were never reached where others could not be are dearer.
         """
+        return self.costs_and_doubts(announcements, positions, explored=explored, beside=beside, at_once=at_once)[1]
+
+    def costs_and_doubts(
+        self,
+        announcements: Sequence[Announcement],
+        positions: int = 0,
+        *,
+        explored: Collection[PeerId] = (),
+        beside: Collection[PeerId] = (),
+        at_once: int = 0,
+        needs_kv: bool = True,
+    ) -> tuple[Mapping[PeerId, HopCost], dict[PeerId, HopCost]]:
+        """The costs without what makes some peers dearer, and `costs`, be it for what `needs_kv` or not."""
         now_s, round_trips_s = trio.current_time(), self._reaching.round_trips_s()
         began_s = {each.peer: [*each.sessions.values()] for each in self._pool.living()}
         own = self.own.at_peers(announcements, began_s, self._swarm.age_s, now_s)
@@ -92,7 +105,7 @@ class PeerRecords:
         full = {peer for peer, until_s in self._full_until_s.items() if until_s > now_s}
         full |= {
             each.peer
-            for each in announcements
+            for each in (announcements if needs_kv else ())
             if each.offer.kv_tokens_free < first + each.offer.kv_page  # a quick look: there are thousands
             and each.offer.kv_tokens_free < each.offer.in_pages(first)
         }
@@ -106,7 +119,7 @@ class PeerRecords:
                 penalty, cost = penalties.get(peer, 1.0), believed[peer]
                 block_s = penalty * cost.block_s + doubt_s / self._model.blocks
                 costs[peer] = HopCost(penalty * cost.hop_s + wait_s, block_s, cost.way_s)
-        return costs
+        return believed, costs
 
     def _doubt_s(self, announcement: Announcement, now_s: float) -> float:
         """The extra cost of all blocks at a peer that has not proved itself, after others did not serve."""

@@ -7,14 +7,18 @@ import time
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
+import trio
+
 from bench.placement.swarms import BLOCKS, large_swarm
 from llmnode.core.announcement import Announcement, Offer, PeerState, SignedAnnouncement, SignedBody
 from llmnode.core.ids import PeerId
 from llmnode.core.model import ModelInfo
 from llmnode.core.policy import ClientPolicy, ProbePolicy, SwarmPolicy
 from llmnode.core.route import find_route
+from llmnode.core.span import Span
 from llmnode.core.speed import AnnouncedSpeed
 from llmnode.core.view import Source, View
+from llmnode.session.pass_routes import PassRoutes
 from llmnode.session.peer_finder import PeerFinder, _held
 from llmnode.session.reaching import RoundTrip
 
@@ -29,6 +33,8 @@ if TYPE_CHECKING:
 MODEL = ModelInfo("m", bytes(32), BLOCKS, hidden_size=1024, context_tokens=4096)
 REPEATS = 7
 POSITIONS = 64
+WEIGHT = 256
+"""That of a pass of this number of positions."""
 
 
 def decision_row(number: int) -> Row:
@@ -39,11 +45,14 @@ def decision_row(number: int) -> Row:
     finder = _finder(announcements, rng)
     usable = finder._candidates(POSITIONS)
     costs, ways = finder.records.costs(usable, POSITIONS), finder._ways(usable)
+    routes = PassRoutes(finder)
     parts: dict[str, Callable[[], object]] = {
         "a decision, ms": lambda: finder._route(finder._candidates(POSITIONS), {}, POSITIONS, ()),
         "those that may be used, ms": lambda: finder._candidates(POSITIONS),
         "costs of all servers, ms": lambda: finder.records.costs(usable, POSITIONS),
         "the search, ms": lambda: find_route(BLOCKS, _held(usable), costs, ways),
+        "those kept for microbatches, ms": lambda: routes._look(WEIGHT, trio.current_time()),
+        "a microbatch, ms": lambda: routes._best(Span(0, BLOCKS), (), WEIGHT),
     }
     return {"topology": f"{number} servers", **{name: _least_ms(part) for name, part in parts.items()}}
 

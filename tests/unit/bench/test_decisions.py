@@ -6,12 +6,17 @@ import random
 
 import trio
 
-from bench.placement.swarms import large_swarm
-from bench.routing.decisions import POSITIONS, _announced, _finder
+from bench.placement.swarms import BLOCKS, large_swarm
+from bench.routing.decisions import POSITIONS, WEIGHT, _announced, _finder
+from llmnode.core.span import Span
+from llmnode.session.pass_routes import PassRoutes
+from llmnode.session.peer_finder import PeerFinder
 from unit.calls import calls_counted
 
 MOST_CALLS = 22
 """For each further server."""
+MOST_CALLS_OF_A_MICROBATCH = 6000
+"""However many servers there are: a choice among all of 1,600 takes 30,000."""
 
 
 def test_a_further_server_costs_a_choice_few_calls() -> None:
@@ -22,9 +27,29 @@ def test_a_further_server_costs_a_choice_few_calls() -> None:
     trio.run(main)
 
 
+def test_a_further_server_costs_a_microbatch_nothing() -> None:
+    async def main() -> None:
+        assert calls_of_a_microbatch(1600) <= MOST_CALLS_OF_A_MICROBATCH
+        assert calls_of_a_microbatch(1600) < 1.5 * calls_of_a_microbatch(800)
+
+    trio.run(main)
+
+
 def calls_among(number: int) -> int:
-    rng, servers = random.Random(number), large_swarm(number)
-    finder = _finder([_announced(each, servers, rng) for each in servers], rng)
+    finder = finder_among(number)
     with calls_counted() as calls:
         finder._route(finder._candidates(POSITIONS), {}, POSITIONS, ())
     return calls[0]
+
+
+def calls_of_a_microbatch(number: int) -> int:
+    routes = PassRoutes(finder_among(number))
+    assert routes._best(Span(0, BLOCKS), (), WEIGHT), "all servers are looked through"
+    with calls_counted() as calls:
+        routes._best(Span(0, BLOCKS), (), WEIGHT)
+    return calls[0]
+
+
+def finder_among(number: int) -> PeerFinder:
+    rng, servers = random.Random(number), large_swarm(number)
+    return _finder([_announced(each, servers, rng) for each in servers], rng)

@@ -1,0 +1,123 @@
+"""A pass goes to the server where it ends first, after all others that this client has there.
+
+A batch has many passes, and the swarm may have thousands of servers. So all of them are looked through once a second,
+and the best ones of each block are kept until then. Each pass chooses among these.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import trio
+
+from llmnode.core.announcement import PeerState
+from llmnode.core.peers.pass_loads import Holder, PassLoad, PassLoads
+from llmnode.core.peers.standing import new_tuple
+from llmnode.core.route import NoRoute, find_detour
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from llmnode.core.announcement import Announcement
+    from llmnode.core.ids import PeerId
+    from llmnode.core.route import Route
+    from llmnode.core.span import Span
+    from llmnode.session.peer_finder import PeerFinder
+    from llmnode.swarm.peer_connection import PeerConnection
+
+LOOKS_AGAIN_S = 1.0
+"""Servers that are new, or not so busy any more, get passes after this time."""
+HOLDERS = 8
+"""The servers of each block that passes may be split over."""
+
+
+class PassRoutes:
+    """Finds servers for the passes of one client."""
+
+    def __init__(self, finder: PeerFinder) -> None:
+        self.loads = PassLoads()
+        self.finder = finder
+        self._kept: dict[PeerId, tuple[Announcement, Holder]] = {}
+        self._until_s = -math.inf
+        self._has_looked = False
+
+    async def find(
+        self, span: Span, avoid: Collection[PeerId], weight: int, *, hurry: bool = False
+    ) -> tuple[Route, Mapping[PeerId, PeerConnection], PassLoad]:
+        """The route through `span` on which a pass of this `weight` ends first, and the load at its first hop.
+
+        The caller has to take that back. Parameters and errors are otherwise those of `PeerFinder.find`.
+        """
+        finder = self.finder
+        if not hurry:
+            await finder.wait_for_trials(span, avoid)
+            if (route := self._best(span, avoid, weight)) is not None:
+                load = self._give(route, weight)
+                try:
+                    usable = [self._kept[hop.peer][0] for hop in route]
+                    connections = await finder.reach(route, usable)
+                except BaseException:
+                    self.loads.take_back(load)
+                    raise
+                if self._has_looked:
+                    self._has_looked = False
+                    finder.warm_standbys(route)
+                return route, connections, load
+        route, connections = await finder.find(span, 0, avoid, hurry=hurry)
+        return route, connections, self._give(route, weight)
+
+    def goes_elsewhere(self, load: PassLoad, span: Span, avoid: Collection[PeerId], weight: int) -> bool:
+        """Whether a pass that has to wait for its peer would choose another one now."""
+        route = self._best(span, avoid, weight, load)
+        return route is not None and route[0].peer != load.peer
+
+    def _give(self, route: Route, weight: int) -> PassLoad:
+        return self.loads.give(route[0].peer, weight * len(route[0].span))
+
+    def _best(
+        self, span: Span, avoid: Collection[PeerId], weight: int, without: PassLoad | None = None
+    ) -> Route | None:
+        """None if none of the servers that are kept hold some of the blocks: others may."""
+        now_s = trio.current_time()
+        if now_s >= self._until_s:
+            self._look(weight, now_s)
+        records, view = self.finder.records, self.finder.swarm.view
+        unfit = {*avoid, *records.bans.banned(now_s), *records.suspicion.excluded(now_s)}
+        holders = [
+            holder
+            for peer, (announcement, holder) in self._kept.items()
+            if peer not in unfit and ((now := view.of_peer(peer)) is announcement or _still_holds(now, announcement))
+        ]
+        self.finder.rng.shuffle(holders)  # of equal ones, each is taken now and then
+        costs = self.loads.costs(holders, weight, now_s, without)
+        with suppress(NoRoute):
+            return find_detour(span, [(each.peer, each.span) for each in holders], costs)
+        return None
+
+    def _look(self, weight: int, now_s: float) -> None:
+        """Keep the best servers of each block, whatever the client has there now."""
+        usable = self.finder.good()
+        undoubted, costs = self.finder.records.costs_and_doubts(usable, needs_kv=False)
+        holders = [
+            new_tuple(Holder, (each.peer, each.offer.span, costs[each.peer], undoubted[each.peer])) for each in usable
+        ]
+        of_passes = self.loads.costs(holders, weight, now_s, has_none=True)
+        ranks_s = [
+            of_passes[peer].block_s + of_passes[peer].hop_s / (span.end - span.start) for peer, span, *_ in holders
+        ]
+        self._kept, held = {}, Counter[int]()
+        for number in sorted(range(len(usable)), key=ranks_s.__getitem__):
+            blocks = range(holders[number].span.start, holders[number].span.end)
+            if any(held[block] < HOLDERS for block in blocks):
+                held.update(blocks)
+                self._kept[holders[number].peer] = usable[number], holders[number]
+        self._until_s, self._has_looked = now_s + LOOKS_AGAIN_S, True
+
+
+def _still_holds(now: Announcement | None, before: Announcement) -> bool:
+    if now is None or now.offer.state is not PeerState.ONLINE:
+        return False
+    return (now.offer.span, now.offer.profile) == (before.offer.span, before.offer.profile)

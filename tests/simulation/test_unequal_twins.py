@@ -1,0 +1,188 @@
+"""Microbatches are split over servers of the same blocks by what these do, whatever they say, and none waits idle."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+import trio
+
+from llmnode.session import passes
+from llmnode.session.passes import SwarmPasses
+from llmnode.session.peer_records import PeerRecords
+from llmnode.testing import Conditions
+from llmnode.wire.payload import Codec
+from simulation.passes import (
+    PassTime,
+    drawn,
+    expected_gradient,
+    expected_output,
+    nothing_is_left,
+    take_time,
+    there_and_back,
+)
+from simulation.world import ALL_BLOCKS, simulated, world
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+
+    from llmnode.testing import World
+
+POSITIONS = 32
+"""Those of each microbatch."""
+BATCHES = 16
+POSITION_S = 1e-3
+"""The time of a position in one block, at a server that is not slower than others."""
+PASS_S = POSITION_S * POSITIONS * len(ALL_BLOCKS)
+
+
+class Twins:
+    """Servers of all blocks. A server may be slower than others, by a factor."""
+
+    def __init__(self, swarm: World, client: SwarmPasses, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.client = client
+        self._swarm = swarm
+        self._monkeypatch = monkeypatch
+        self.times: dict[str, PassTime] = {}
+
+    async def start(self, name: str, times: float, says: float) -> None:
+        """It says that it is slower by the factor `says`. In the end the client has heard of it."""
+        await self._swarm.start(name, ALL_BLOCKS, said_us=round(1e6 * POSITION_S * says))
+        self.take(name, times)
+        await trio.sleep(5)
+
+    def take(self, name: str, times: float) -> None:
+        self.times[name] = take_time(self._swarm.nodes[name].worker, times * POSITION_S, self._monkeypatch)
+
+    async def forward(self, batches: int = BATCHES) -> Done:
+        """That number of microbatches, and the outputs are right."""
+        lengths = [POSITIONS] * batches
+        hidden = drawn(1, sum(lengths))
+        began_s = self._begin()
+        output, _ = await self.client.outputs(ALL_BLOCKS, lengths, hidden)
+        done = self._done(began_s)
+        assert output == expected_output(hidden, lengths)
+        return done
+
+    async def backward(self, batches: int = BATCHES) -> Done:
+        lengths = [POSITIONS] * batches
+        _, crossed = await self.client.outputs(ALL_BLOCKS, lengths, drawn(1, sum(lengths)))
+        gradient = drawn(2, sum(lengths))
+        began_s = self._begin()
+        found = await self.client.gradients(crossed, gradient)
+        done = self._done(began_s)
+        assert found == expected_gradient(gradient, lengths)
+        return done
+
+    def _begin(self) -> float:
+        for each in self.times.values():
+            each.spent_s = 0.0
+        return trio.current_time()
+
+    def _done(self, began_s: float) -> Done:
+        return Done(trio.current_time() - began_s, {name: each.spent_s for name, each in self.times.items()})
+
+
+class Done:
+    """A batch took a time, in which each server computed for another."""
+
+    def __init__(self, took_s: float, busy_s: dict[str, float]) -> None:
+        self.took_s = took_s
+        self.busy_s = busy_s
+
+    @property
+    def least_busy(self) -> float:
+        """The share of the time in which the server computed that did so least."""
+        return min(self.busy_s.values()) / self.took_s
+
+
+@asynccontextmanager
+async def twins(monkeypatch: pytest.MonkeyPatch, *times: float) -> AsyncIterator[Twins]:
+    monkeypatch.setattr(passes, "MOST_POSITIONS", POSITIONS)
+    async with world(conditions=Conditions(delay_s=0.001)) as swarm:
+        for number, each in enumerate(times):
+            await swarm.start(f"twin{number}", ALL_BLOCKS, said_us=round(1e6 * POSITION_S * each))
+        async with swarm.client() as (router, _):
+            found = Twins(swarm, SwarmPasses(router.finder, Codec.RAW), monkeypatch)
+            for number, each in enumerate(times):
+                found.take(f"twin{number}", each)
+            yield found
+            nothing_is_left(swarm)
+
+
+def summed(times: Sequence[float], batches: int = BATCHES) -> float:
+    """The time of a forward if all servers computed all the time."""
+    return batches * PASS_S / sum(1 / each for each in times)
+
+
+@pytest.mark.parametrize("times", [(1.0, 2.0), (1.0, 1.5, 4.0)], ids=["two", "three"])
+@simulated
+async def test_twins_are_busy_each_at_its_speed(times: Sequence[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    async with twins(monkeypatch, *times) as servers:
+        first = await servers.forward()
+        assert summed(times) / first.took_s > 0.7, "by what they say, and what they then do"
+        later, back = await servers.forward(), await servers.backward()
+        assert summed(times) / later.took_s > 0.8
+        assert later.least_busy > 0.6
+        assert back.least_busy > 0.6
+        assert sum(back.busy_s.values()) / back.took_s > 0.8 * len(times)
+
+
+@simulated
+async def test_a_slow_twin_gets_nothing_that_it_would_end_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with twins(monkeypatch, 1.0, 10.0) as servers:
+        await servers.forward()
+        assert (await servers.forward(4)).busy_s["twin1"] == 0.0
+        done = await servers.forward()
+        assert done.took_s < 1.05 * BATCHES * PASS_S
+        assert done.busy_s["twin1"] < 1.01 * 10 * PASS_S, "one microbatch at most"
+
+
+@pytest.mark.parametrize("says", [1.0, 0.001], ids=["the same", "much faster"])
+@simulated
+async def test_a_twin_that_is_not_as_fast_as_it_says_gets_little(says: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with twins(monkeypatch, 1.0) as servers:
+        await servers.start("liar", 10.0, says)
+        first = await servers.forward()
+        assert first.busy_s["liar"] < 2.01 * 10 * PASS_S
+        assert first.took_s < 1.5 * BATCHES * PASS_S
+        later = await servers.forward()
+        assert later.busy_s["liar"] < 1.01 * 10 * PASS_S
+        assert later.took_s < 1.05 * BATCHES * PASS_S
+
+
+@simulated
+async def test_a_newcomer_that_is_faster_gets_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with twins(monkeypatch, 4.0) as servers:
+        await servers.forward()
+        await servers.start("fast", 1.0, says=1.0)
+        await servers.forward()
+        assert summed((1.0, 4.0)) / (await servers.forward()).took_s > 0.8
+
+
+@simulated
+async def test_microbatches_leave_a_twin_that_gets_slow_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with twins(monkeypatch, 1.0, 1.0) as servers:
+        await servers.forward()
+        servers.times["twin0"].position_s *= 8
+        done = await servers.forward()
+        assert done.took_s < 4.5 * 8 * PASS_S, "those that it had, and none that waited for it"
+        assert done.busy_s["twin1"] > 8 * PASS_S
+
+
+@simulated
+async def test_all_servers_are_looked_through_once_for_many_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[int] = []
+    look = PeerRecords.costs_and_doubts
+
+    def count(records: PeerRecords, announcements: Sequence[object], *more: object, **options: object) -> object:
+        looks.append(len(announcements))
+        return look(records, announcements, *more, **options)  # type: ignore[arg-type]  # as it is
+
+    async with twins(monkeypatch, 0.05, 0.1) as servers:
+        await there_and_back(servers.client, 1, [POSITIONS] * BATCHES)
+        await trio.sleep(5)
+        monkeypatch.setattr(PeerRecords, "costs_and_doubts", count)
+        await there_and_back(servers.client, 1, [POSITIONS] * BATCHES)
+        assert 0 < len(looks) <= 2, "for passes, and for those that would take over"
