@@ -13,13 +13,15 @@ import trio
 
 from llmnode.core.operations import Backward, DeepPrompts
 from llmnode.core.policy import ClientPolicy, RecoveryPolicy, ServePolicy
+from llmnode.core.sequences import grouped
 from llmnode.core.span import Span
 from llmnode.errors import ConfigError, NoRoute, PeerRefused, SessionLost
+from llmnode.node.serve import pass_parts
 from llmnode.session import passes
 from llmnode.session.passes import SwarmPasses
 from llmnode.testing import Cast, FaultPlan, Odds, open_world, seeds
 from llmnode.testing.exact_blocks import exact_input
-from llmnode.testing.faults import FailForwards, Freeze, Kill, Stop
+from llmnode.testing.faults import FailForwards, Freeze, Kill, Restart, Stop
 from llmnode.testing.worker import ExactExecutor
 from llmnode.wire import deep_prompts
 from llmnode.wire.frame import FrameType
@@ -36,6 +38,7 @@ from simulation.passes import (
     expected_output,
     nothing_is_left,
     there_and_back,
+    watch_passes,
 )
 from simulation.world import (
     ALL_BLOCKS,
@@ -103,16 +106,25 @@ async def test_deep_prompts_that_are_large_go_in_several_parts_and_larger_ones_a
 async def test_they_are_right_to_the_bit_whatever_fails(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ExactExecutor, "passes_beside", bool(seed % 2))
     rng = random.Random(seed)
-    kinds = [Kill, Stop, Freeze, FailForwards, FailForwards]
+    kinds = [Kill, Restart, Stop, Freeze, FailForwards, FailForwards]
     plan = FaultPlan.draw(seed, CAST, Odds(rng.randrange(1, 5), longest_s=LONGEST_OUTAGE_S, kinds=kinds))
-    policy = ClientPolicy(recovery=RecoveryPolicy(timeout_s=10 * LONGEST_OUTAGE_S))
+    recovery, is_repeatable = RecoveryPolicy(timeout_s=10 * LONGEST_OUTAGE_S), seed % 3 == 0
+    policy = ClientPolicy(recovery=recovery, deterministic=is_repeatable)
+    most, most_alone = 30, 20
+    monkeypatch.setattr(passes, "MOST_POSITIONS", most)
+    monkeypatch.setattr(pass_parts, "_ALONE_BYTES", most_alone * ROW)
+    computed, splits = watch_passes(monkeypatch), set()
     async with pairs_of_servers(seed) as swarm, swarm.client(policy) as (router, _):
         client = SwarmPasses(router.finder, Codec.RAW)
         async with plan.upon(swarm):
             for step in range(8):
                 lengths = rng.choices([1, 3, 20], k=rng.randint(1, 6))
+                splits |= {part for group in grouped(lengths, most) for part in grouped(group, most_alone)}
                 await there_and_back(client, 100 * seed + step, lengths, prompts=drawn_prompts(rng, lengths))
                 await trio.sleep(rng.choice([0, 0.2, 2]))
+    if is_repeatable:
+        assert {len(together) for together in computed} == {1}
+        assert {each.lengths for (each,) in computed} == splits, "the same as without failures"
 
 
 @simulated
