@@ -59,10 +59,14 @@ class Kind(Enum):
     SESSION = "session"
 
 
+OF_MEMORY = {Resource.MEMORY, Resource.WINDOWS, Resource.PUSHES, Resource.LOGS}
+"""For these a connection that we have opened may be dropped as any other."""
+
+
 class Worth(IntEnum):
     """How much a connection is worth to us when there are too many.
 
-    A connection is OURS if we have opened it: then it is never dropped for another one.
+    A connection is OURS if we have opened it: then it keeps its place, and loses it only for the memory that it holds.
     """
 
     NOTHING = 0  # nothing uses it
@@ -87,6 +91,7 @@ class Scope:
         "name",
         "number",
         "on_evict",
+        "runs",
         "worth",
     )
 
@@ -96,6 +101,8 @@ class Scope:
         self.number = 0
         """The newer one of two connections has the higher number."""
         self.worth = Worth.NOTHING
+        self.runs = Worth.USED
+        """The worth of what a connection of ours holds in memory."""
         self.on_evict: Callable[[], None] = _do_nothing
         """Ends the connection. It is called at most once."""
         self.held: Counter[Resource] = Counter()
@@ -259,6 +266,10 @@ class Scope:
             return Worth.USED
         return self.worth
 
+    def use_of(self, resource: Resource) -> Worth:
+        """The worth of a connection when there is too little of `resource`."""
+        return self.runs if self.worth is Worth.OURS and resource in OF_MEMORY else self.use
+
     def _note_release(self) -> None:
         watchers, self._watchers = self._watchers, {}
         for note in watchers:
@@ -315,7 +326,8 @@ def choose_victim(full: Scope, asker: Scope, resource: Resource) -> Scope | None
     that hold more than their share, with sessions or without. A group below its share loses only one without them.
     Within the group, the least worth goes first, then what holds most, then the newest. Within the asker's own group,
     only what nothing uses makes way, the oldest first; or, for memory, what holds more than the asker and is worth no
-    more. Nothing makes way for work, or for adapters (`core/serving/adapter_shelf.py`).
+    more. A connection that we have opened keeps its place. Its memory counts by what runs over it: others may have had
+    us open it. Nothing makes way for work, or for adapters (`core/serving/adapter_shelf.py`).
     """
     if resource in (Resource.WORK, Resource.PASSES, Resource.ADAPTERS):
         return None
@@ -324,7 +336,7 @@ def choose_victim(full: Scope, asker: Scope, resource: Resource) -> Scope | None
     rivals = [
         (each, use, each.of_kind(Kind.GROUP))
         for each in full.within(Kind.CONNECTION)
-        if each is not asking and each.held[resource] and (use := each.use) < Worth.OURS
+        if each is not asking and each.held[resource] and (use := each.use_of(resource)) < Worth.OURS
     ]
     groups = {group for _, _, group in rivals if group is not None}
     limit = full.limit(resource)
@@ -346,12 +358,13 @@ def _do_nothing() -> None: ...
 
 
 def _own_victim(rivals: list[Scope], asking: Scope | None, resource: Resource) -> Scope | None:
-    unused = [each for each in rivals if each.use is Worth.NOTHING]
+    unused = [each for each in rivals if each.use_of(resource) is Worth.NOTHING]
     if unused:
         return min(unused, key=lambda each: each.number)
     if resource not in (Resource.MEMORY, Resource.WINDOWS) or asking is None:
         return None
-    larger = [each for each in rivals if each.use <= asking.use and each.held[resource] > asking.held[resource]]
+    use, held = asking.use_of(resource), asking.held[resource]
+    larger = [each for each in rivals if each.use_of(resource) <= use and each.held[resource] > held]
     return max(larger, key=lambda each: (each.held[resource], each.number), default=None)
 
 

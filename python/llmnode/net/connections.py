@@ -110,7 +110,9 @@ class HeldConnections:
     def _note_use(self, muxed: YamuxConnection) -> bool:
         """Whether anything uses it."""
         is_held, has_link = self.is_held(muxed), self._has_link(muxed)
-        if muxed.scope.worth is not Worth.OURS:
+        if muxed.scope.worth is Worth.OURS:
+            muxed.scope.runs = Worth.USED if is_held or has_link else Worth.NOTHING
+        else:
             muxed.scope.worth = Worth.USED if is_held else Worth.LINK if has_link else Worth.NOTHING
         return is_held or has_link
 

@@ -25,7 +25,7 @@ from libp2p.stream_muxer.exceptions import MuxedStreamEOF, MuxedStreamError
 
 from llmnode.core.budget import Kind
 from llmnode.core.ids import NO_SESSION
-from llmnode.core.links.pace import Pace
+from llmnode.core.links.pace import LinkPaces
 from llmnode.core.links.packing import ArrivalRate
 from llmnode.core.links.write_size import part_bytes
 from llmnode.errors import PeerError, PeerUnreachable, RemoteProtocolError
@@ -94,8 +94,8 @@ class Libp2pLink:
         group = memory.scope.of_kind(Kind.GROUP)
         self.group = peer if group is None else group.name  # its scope is closed before the link is
         self._decoder = FrameDecoder(policy)
-        self._paces = [Pace(policy.pace_grace_s, policy.pace_bytes_per_s) for _ in range(3)]
-        self._written_bytes = 0  # since the outbox was empty
+        self._paces = LinkPaces(policy.pace_grace_s, policy.pace_bytes_per_s)
+        self._written_bytes = self._times_written = 0  # the bytes since the outbox was empty, and how often it was
         self._arrivals = ArrivalRate(policy.packing)
         self._packer = Packer(policy)
         self._outbox = Outbox(policy)
@@ -216,7 +216,7 @@ class Libp2pLink:
             while True:
                 chunk = await self._stream.read(READ_BYTES)
                 if not self._charge(len(chunk)):
-                    await self._wait_for_memory(len(chunk))
+                    await self._pause(self._wait_for_memory(len(chunk)))
                     if self.has_ended:
                         return
                 self._heard_s = now_s = trio.current_time()
@@ -255,7 +255,7 @@ class Libp2pLink:
         self._arriving_bytes = self._packer.most_unpacked_bytes(frame)
         try:
             if not self._charge(len(frame.payload)):
-                await self._wait_for_memory(len(frame.payload))
+                await self._pause(self._wait_for_memory(len(frame.payload)))
             return await self._packer.unpack(frame)
         finally:
             self._arriving_bytes = 0
@@ -263,7 +263,8 @@ class Libp2pLink:
     async def _deliver(self, frame: Frame) -> None:
         if not self._takes_more():  # their reader may wait for memory
             self._arriving_bytes = frame.size_bytes
-            await self._wait(self._takes_more, self._policy.write_timeout_s, "what came was not taken in time")
+            why = "what came was not taken in time"
+            await self._pause(self._wait(self._takes_more, self._policy.write_timeout_s, why))
             self._arriving_bytes = 0
         self._received.send_nowait(frame)
         self._received_bytes += frame.size_bytes
@@ -310,13 +311,17 @@ class Libp2pLink:
             return
         self._fail(PeerUnreachable(why))
 
+    async def _pause(self, waiting: Awaitable[None]) -> None:
+        """Read nothing until `waiting` is over."""
+        self._paces.pause(trio.current_time())
+        await waiting
+        self._paces.resume(trio.current_time())
+
     def _note_pace(self, now_s: float) -> None:
         """Frames that have begun must go on: those that arrive, and those that the other side is to read."""
-        waiting = (0, self._written_bytes) if self._outbox else (None, 0)
-        for pace, (number, moved_bytes) in zip(self._paces, (*self._decoder.partial, waiting), strict=True):
-            pace.note(number, moved_bytes, now_s)
-            if pace.is_too_slow(now_s):
-                self._fail(PeerUnreachable("takes too long over a frame: it must keep a pace, not hold memory"))
+        leaving = (self._times_written if self._outbox else None), self._written_bytes
+        if self._paces.are_too_slow(self._decoder.partial, leaving, now_s):
+            self._fail(PeerUnreachable("takes too long over a frame: it must keep a pace, not hold memory"))
 
     @property
     def _is_full(self) -> bool:
@@ -347,6 +352,7 @@ class Libp2pLink:
             data = self._unwritten or self._outbox.take()
             if data is None:
                 self._written_bytes = 0
+                self._times_written += 1
                 await self._writer.park()
             elif not await self._write_some(data):
                 return

@@ -95,14 +95,15 @@ class Budgets(RuleBasedStateMachine):
     @precondition(lambda self: self.scopes)
     @rule(data=st.data(), resource=st.sampled_from([Resource.MEMORY, Resource.INBOUND]))
     def choose(self, data: st.DataObject, resource: Resource) -> None:
-        """A victim is a living connection of others that holds something, and none that we have opened."""
+        """A victim is a living connection of others that holds something, and none of ours but for its memory."""
         asker = self._some(data)
         full = data.draw(st.sampled_from(list(asker.around)))
         victim = choose_victim(full, asker, resource)
         if victim is None:
             return
         assert victim.kind is Kind.CONNECTION and not victim.is_closed and victim.held[resource]
-        assert victim is not asker.of_kind(Kind.CONNECTION) and victim.worth < Worth.OURS
+        assert victim is not asker.of_kind(Kind.CONNECTION)
+        assert victim.worth < Worth.OURS or resource is Resource.MEMORY
         assert full in list(victim.around)
         theirs, ours = victim.of_kind(Kind.GROUP), asker.of_kind(Kind.GROUP)
         assert theirs is not None and ours is not None
@@ -207,6 +208,53 @@ def test_what_we_have_opened_is_never_dropped() -> None:
         _connections(budget, address, 6, Worth.OURS)
     asker, full = _full(budget, "127.0.0.1")
     assert choose_victim(full, asker, Resource.INBOUND) is None
+
+
+def _holding(budget: Budget, peer: str, address: str, amount: int, worth: Worth = Worth.OURS) -> Scope:
+    scope = budget.connection(address, PeerId(peer))
+    scope.worth = worth
+    assert scope.reserve(Resource.MEMORY, amount) is None
+    return scope
+
+
+@pytest.mark.parametrize("worth", [Worth.OURS, Worth.USED])
+def test_connections_that_we_have_opened_give_way_with_memory_above_their_share(worth: Worth) -> None:
+    """A stranger has only to be named to us, and is dialled."""
+    budget = Budget(POLICY)
+    hostile = [
+        _holding(budget, "first", "9.9.9.9", 210, worth),
+        _holding(budget, "second", "9.9.9.9", 230, worth),
+        _holding(budget, "third", "8.8.8.8", 240, worth),
+        _holding(budget, "fourth", "8.8.8.8", 190, worth),
+    ]
+    newcomer = budget.connection("127.0.0.1", PeerId("newcomer"))
+    assert newcomer.take(Resource.MEMORY, 100)
+    assert [each.is_closed for each in hostile] == [False, True, False, False], "the largest of the fullest group"
+
+
+def test_connections_that_we_have_opened_keep_memory_within_their_share() -> None:
+    budget = Budget(POLICY)
+    ours = [_holding(budget, "somebody", f"9.9.{number}.9", 200) for number in range(4)]
+    newcomer = _holding(budget, "newcomer", "127.0.0.1", 0, Worth.LINK)
+    assert not newcomer.take(Resource.MEMORY, 150)
+    assert not any(each.is_closed for each in ours)
+    ours[2].runs = Worth.NOTHING
+    assert newcomer.take(Resource.MEMORY, 150)
+    assert [each.is_closed for each in ours] == [False, False, True, False], "unless nothing uses it"
+
+
+@pytest.mark.parametrize("worths", [*itertools.product([Worth.OURS, Worth.USED], repeat=2)])
+def test_in_a_group_the_larger_holder_of_memory_gives_way_whichever_side_has_opened_it(
+    worths: tuple[Worth, Worth],
+) -> None:
+    budget = Budget(POLICY)
+    large, small = (
+        _holding(budget, f"peer {amount}", "9.9.9.9", amount, worth)
+        for amount, worth in zip((240, 100), worths, strict=True)
+    )
+    rest = _holding(budget, "rest", "9.9.9.8", 90, Worth.USED)
+    assert small.take(Resource.MEMORY, 100)
+    assert [each.is_closed for each in (large, small, rest)] == [True, False, False]
 
 
 def test_who_takes_a_place_ends_the_connection_that_had_it() -> None:

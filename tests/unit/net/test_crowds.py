@@ -75,6 +75,10 @@ class Strangers:
         await swarm.dial_addr(self._info.addrs[0], self._info.peer_id, (source, 0))
         return network
 
+    async def listen(self, address: str) -> Libp2pNetwork:
+        """Others may dial it."""
+        return await self._stack.enter_async_context(open_network([f"/ip4/{address}/tcp/0"], POLICY))
+
     async def link(self, source: str) -> Any:
         """A bare stream of our protocol, over which the server has answered."""
         network = await self.connect(source)
@@ -235,6 +239,23 @@ async def test_a_frame_in_pieces_has_a_pace_to_keep() -> None:
 
 
 @in_trio
+async def test_a_burst_buys_no_time() -> None:
+    """Its average is still a multiple of the pace when the link ends."""
+    patient = LinkPolicy(pace_grace_s=0.3, heartbeat_s=0.1, pace_bytes_per_s=1 << 17)
+    async with crowd(BudgetPolicy(), patient) as (server, strangers):
+        stream = await strangers.link("127.0.0.1")
+        for part in _part_of_a_frame(4 * MIB):
+            await stream.write(part)
+        began_s = trio.current_time()
+        with suppress(BaseLibp2pError, StreamError):
+            while True:
+                await stream.write(encode(Frame(FrameType.HEARTBEAT), POLICY))
+                await trio.sleep(0.05)
+        await until(lambda: not server._links)
+        assert trio.current_time() - began_s < 4 * MIB / patient.pace_bytes_per_s / 4
+
+
+@in_trio
 async def test_a_frame_that_keeps_its_pace_may_take_as_long_as_it_needs() -> None:
     patient = LinkPolicy(pace_grace_s=0.2, heartbeat_s=0.1, pace_bytes_per_s=POLICY.piece_bytes)
     async with crowd(BudgetPolicy(), patient) as (server, strangers):
@@ -258,6 +279,28 @@ async def test_a_reader_that_stops_is_left_and_holds_no_more_than_its_share() ->
                 held = server.budget.process.held[Resource.MEMORY]
                 assert link._outbox.size_bytes <= held <= small.memory_bytes // 4
         await link.wait_closed()
+
+
+@in_trio
+async def test_peers_that_we_have_dialled_do_not_keep_all_memory() -> None:
+    """A stranger has only to be named to a server that looks around, and is dialled."""
+    parts = _part_of_a_frame(4 * MIB)
+
+    async def hold(stream: Any) -> None:
+        for part in parts:
+            await stream.write(part)
+        await trio.sleep_forever()
+
+    async with crowd(BudgetPolicy(memory_bytes=32 * MIB)) as (server, strangers):
+        for address in ("127.0.0.2", "127.0.0.2", "127.0.0.3"):
+            hostile = await strangers.listen(address)
+            hostile.host.set_stream_handler(LINK_PROTOCOL, hold)
+            await server.dial(hostile.addresses[0])
+        dialled, process = list(server._links), server.budget.process
+        await until(lambda: sum(link._decoder.held_bytes for link in dialled) > 11 * MIB)
+        process.set_limit(Resource.MEMORY, process.held[Resource.MEMORY])
+        assert await strangers.can_link("127.0.0.1")
+        assert sum(link.scope.is_closed for link in dialled) == 1, "one of the group that holds most"
 
 
 @in_trio

@@ -1,25 +1,77 @@
-"""Whether something that the other side has begun goes on fast enough to be waited for. The time is told."""
+"""Whether frames that have begun go on fast enough to be waited for. The time is told."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
 
 class Pace:
-    """One thing at a time is watched: after a grace it must have moved `bytes_per_s` on average."""
+    """One thing at a time is watched. Since no moment may it have moved less than `bytes_per_s`, beyond a grace.
+
+    So a burst buys no more than the grace: the thing is too slow if it then stands still for longer than that.
+    """
 
     def __init__(self, grace_s: float, bytes_per_s: float) -> None:
         self._grace_s = grace_s
         self._bytes_per_s = bytes_per_s
         self._number: int | None = None
-        self._began_s = 0.0
         self._moved_bytes = 0
+        self._noted_s = 0.0
+        self._paused_s = 0.0
+        self._left_s = 0.0
+        """The time for which the thing may stand still from now on."""
+        self._excused_s = 0.0
+        """The further time for which it may stand still because of us."""
 
-    def note(self, number: int | None, moved_bytes: int, now_s: float) -> None:
-        """Thing `number` is under way, and has moved `moved_bytes` in all. None: nothing is."""
+    def note(self, number: int | None, moved_bytes: int, now_s: float, paused_s: float = 0.0) -> None:
+        """Thing `number` is under way, and has moved `moved_bytes` in all. None: nothing is.
+
+        We have kept it waiting for `paused_s` in all, since the beginning of time. It is excused a grace of that, or
+        it could have itself kept waiting for ever. Time in which we did not look counts as one grace at most: the
+        machine was suspended, or busy.
+        """
         if number is None or number != self._number:
-            self._number, self._began_s = number, now_s
-        self._moved_bytes = moved_bytes
+            self._left_s = self._excused_s = self._grace_s
+        else:
+            excused_s = min(paused_s - self._paused_s, self._excused_s)
+            self._excused_s -= excused_s
+            gained_s = (moved_bytes - self._moved_bytes) / self._bytes_per_s + excused_s
+            passed_s = min(now_s - self._noted_s, self._grace_s)
+            self._left_s = min(self._grace_s, self._left_s + gained_s - passed_s)
+        self._number, self._moved_bytes, self._noted_s, self._paused_s = number, moved_bytes, now_s, paused_s
 
-    def is_too_slow(self, now_s: float) -> bool:
-        if self._number is None:
-            return False
-        return now_s - self._began_s > self._grace_s + self._moved_bytes / self._bytes_per_s
+    def is_too_slow(self) -> bool:
+        """At the time that was noted last."""
+        return self._number is not None and self._left_s < 0
+
+
+class LinkPaces:
+    """The paces of a link: of the frames that arrive, and of what the other side is to read."""
+
+    def __init__(self, grace_s: float, bytes_per_s: float) -> None:
+        self._arriving = [Pace(grace_s, bytes_per_s) for _ in range(2)]
+        self._leaving = Pace(grace_s, bytes_per_s)
+        self._paused_s = 0.0
+        self._paused_since_s: float | None = None
+
+    def pause(self, now_s: float) -> None:
+        """We read nothing from now on, for want of memory or because others do not take what came."""
+        self._paused_since_s = now_s
+
+    def resume(self, now_s: float) -> None:
+        if self._paused_since_s is not None:
+            self._paused_s += now_s - self._paused_since_s
+            self._paused_since_s = None
+
+    def are_too_slow(
+        self, arriving: Iterable[tuple[int | None, int]], leaving: tuple[int | None, int], now_s: float
+    ) -> bool:
+        """Whether one of them is, with the number and the moved bytes of each thing that is under way now."""
+        paused_s = self._paused_s + (0.0 if self._paused_since_s is None else now_s - self._paused_since_s)
+        for pace, (number, moved_bytes) in zip(self._arriving, arriving, strict=True):
+            pace.note(number, moved_bytes, now_s, paused_s)
+        self._leaving.note(*leaving, now_s)
+        return any(pace.is_too_slow() for pace in (*self._arriving, self._leaving))

@@ -45,8 +45,9 @@ class LinkPolicy:
     """One write may take this long before the link is given up. A large frame is written in pieces, each with this
     limit."""
     pace_grace_s: float = 10.0
-    """A frame that has begun to arrive, and one that waits to be read by the other side, may take this long, plus its
-    bytes at `pace_bytes_per_s`."""
+    """A frame that has begun to arrive, and one that waits to be read by the other side, may fall behind
+    `pace_bytes_per_s` by this much, however fast it was before. It is `write_timeout_s`: the other side's reader may
+    wait that long."""
     pace_bytes_per_s: float = 16 << 10
     """Slower links than this are of no use for hidden states."""
     memory_patience_s: float = 4.0
