@@ -3,8 +3,8 @@
 python examples/deep_prompts.py ADDRESS1 ADDRESS2
 python examples/deep_prompts.py --corpus FILE --save prompts ADDRESS1 ADDRESS2
 
-The corpus has a text in each line; without one it is made up. It prints the loss on lines that were not learned,
-before and after, and a text in the new style.
+The corpus has a text in each line; without one it is made up. It prints the losses as a curve, the loss on lines
+that were not learned, before and after, and a text in the new style.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import llmnode
 
 IGNORED = -100
 """The label of padding."""
+CURVE = "▁▂▃▄▅▆▇█"
 
 
 def ship_log() -> list[str]:
@@ -50,6 +51,12 @@ class Corpus:
         return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, IGNORED)}
 
 
+def curve(losses: list[float]) -> str:
+    """One character for each loss: the highest one stands for the largest loss."""
+    most = max(losses)
+    return "".join(CURVE[int(loss / most * (len(CURVE) - 1))] for loss in losses)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("peers", nargs="+", metavar="ADDRESS")
@@ -73,7 +80,7 @@ def main() -> None:
             """The loss on some lines that are not learned."""
             return float(model(**corpus.batch(corpus.held_out[: options.batch])).loss)
 
-        before = loss()
+        before, losses = loss(), []
         with Progress() as progress:
             task = progress.add_task("learning", total=options.steps)
             for _ in range(options.steps):
@@ -82,7 +89,9 @@ def main() -> None:
                 optimizer.zero_grad()
                 found.backward()
                 optimizer.step()
+                losses.append(found.item())
                 progress.update(task, advance=1, description=f"loss {found.item():.3f}")
+        print(f"loss {curve(losses)} {losses[-1]:.2f}")
         print(f"loss on held-out lines: {loss():.2f} (before: {before:.2f})")
         start = torch.tensor([corpus.held_out[0][:3]])
         mask, most = torch.ones_like(start), options.new_tokens

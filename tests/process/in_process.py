@@ -36,14 +36,14 @@ def llmnode(*arguments: str) -> CompletedProcess[str]:
         return _completed(["llmnode", *arguments], lambda: cli.main(arguments))
 
 
-def program(file: Path, *arguments: str) -> CompletedProcess[str]:
-    """Runs `python FILE ARGUMENTS`."""
+def program(file: Path, *arguments: str, typed: str | None = None) -> CompletedProcess[str]:
+    """Runs `python FILE ARGUMENTS`. A user has `typed` lines."""
 
     def run() -> int:
         runpy.run_path(str(file), run_name="__main__")
         return 0
 
-    return _completed([str(file), *arguments], run)
+    return _completed([str(file), *arguments], run, typed)
 
 
 def _become_the_benchmark(argv: Sequence[str]) -> NoReturn:
@@ -52,12 +52,12 @@ def _become_the_benchmark(argv: Sequence[str]) -> NoReturn:
     raise SystemExit(benchmarks.main(argv))
 
 
-def _completed(command: list[str], run: Callable[[], int]) -> CompletedProcess[str]:
+def _completed(command: list[str], run: Callable[[], int], typed: str | None = None) -> CompletedProcess[str]:
     out, err = io.BytesIO(), io.BytesIO()
     with (
         _settings_kept(),
         patch.object(sys, "argv", command),
-        patch.object(sys, "stdin", None),
+        patch.object(sys, "stdin", None if typed is None else io.StringIO(typed)),
         patch.object(sys, "stdout", io.TextIOWrapper(out, encoding="utf-8", write_through=True)),
         patch.object(sys, "stderr", io.TextIOWrapper(err, encoding="utf-8", write_through=True)),
     ):
