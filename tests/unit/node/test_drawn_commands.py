@@ -44,7 +44,7 @@ GOOD = {
     "samples": ["2"], "at-once": ["3"], "max-length": ["40"],
     "max-new-tokens": ["3", "1", "70"], "receipts": ["receipts.json"], "peers": [PEER], "blocks": ["0:2", "auto", "2"],
     "swarm-key": ["key"], "identity": ["identity", "new"], "kv-tokens": ["64"], "drain-s": ["1"], "threads": ["1"],
-    "listen": ["/ip4/127.0.0.1/tcp/0"],
+    "listen": ["/ip4/127.0.0.1/tcp/0"], "hub": ["org/name", "hub:org/name"],
 }  # fmt: skip
 SWITCHES = ["json", "chat", "verbose"]
 
@@ -199,6 +199,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         enter(patch.object(app, "open_source", no_blocks))
         enter(patch("llmnode.swarm.join.join_swarm", no_network))
         enter(patch("llmnode.node.nearby.find_swarm", nobody_near))
+        enter(patch("llmnode.models.sources.hub_list.adapters_on_hub", nobody_near))
         enter(patch("llmnode.node.demo.private_swarm", no_network))
         enter(patch("llmnode.node.demo._load_parts", lambda _threads: None))
         enter(patch.object(doctor, "diagnose", diagnose_nothing))
