@@ -19,6 +19,7 @@ from libp2p.peer.id import ID
 from libp2p.relay.circuit_v2.pb import circuit_pb2 as pb
 from multiaddr import Multiaddr
 
+from llmnode.core.fair_places import FairPlaces
 from llmnode.errors import PeerError, RemoteProtocolError
 from llmnode.net.addresses import tcp_address
 from llmnode.net.admission import groups_of
@@ -59,10 +60,24 @@ class Reservation:
     peer: ID
     connection: SwarmConn
     life: trio.CancelScope = field(default_factory=trio.CancelScope)
+    is_displaced: bool = False
+
+    @property
+    def group(self) -> str:
+        return groups_of(self.connection.muxed_conn)[0]
 
     @property
     def host(self) -> str:
         return groups_of(self.connection.muxed_conn)[1]
+
+
+@dataclass(eq=False, slots=True)
+class Circuit:
+    """It lives until its `life` is over, and `ended` says that nothing of it is left."""
+
+    target: ID
+    life: trio.CancelScope
+    ended: trio.Event = field(default_factory=trio.Event)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +103,15 @@ class Relay:
         self._held = held
         self._addresses = addresses
         self._reservations: dict[ID, Reservation] = {}
-        self._circuits = 0
+        self._reserved = FairPlaces[Reservation](policy.reservations)
+        self._circuits = FairPlaces[Circuit](policy.circuits)
+        self._circuits_to: dict[ID, FairPlaces[Circuit]] = {}
         self._circuits_of: Counter[ID | str] = Counter()
+        """Those that a peer or an address group has asked for."""
         self._splices = Splices(policy)
 
     def count(self) -> RelayCounts:
-        return RelayCounts(len(self._reservations), self._circuits)
+        return RelayCounts(len(self._reservations), len(self._circuits))
 
     async def take_request(self, stream: INetStream) -> None:
         """libp2p calls this, in a task of its own, for each stream that a peer opens to ask us for something."""
@@ -148,28 +166,48 @@ class Relay:
         await send(stream.muxed_stream, answer)
 
     def _grant(self, connection: SwarmConn) -> None:
-        """A peer's own reservation is renewed; over another connection, it goes there. Raises Refused."""
+        """A peer's own reservation is renewed; over another connection, it goes there. Raises Refused.
+
+        When all places are taken, the newest of the address group that holds most goes to one of another group.
+        """
         peer = connection.muxed_conn.peer_id
         found = self._reservations.get(peer)
         if found is None or found.connection is not connection:
-            wanted = Reservation(peer, connection)
+            wanted, policy = Reservation(peer, connection), self._policy
             others = [each for each in self._reservations.values() if each is not found]
-            if len(others) >= self._policy.reservations:
-                raise Refused(pb.RESERVATION_REFUSED)
-            if sum(each.host == wanted.host for each in others) >= self._policy.reservations_per_host:
+            of_host = sum(each.host == wanted.host for each in others)
+            of_group = sum(each.group == wanted.group for each in others)
+            if of_host >= policy.reservations_per_host or of_group >= policy.reservations_per_group:
                 raise Refused(pb.RESERVATION_REFUSED)
             if found is not None:
+                self._reserved.leave(found)
                 found.life.cancel()
+            elif not self._reserved.has_place(wanted.group):
+                raise Refused(pb.RESERVATION_REFUSED)
+            if (victim := self._reserved.victim(wanted.group)) is not None:
+                victim.is_displaced = True
+                self._end(victim)
             found = self._reservations[peer] = wanted
+            self._reserved.put(wanted, wanted.group)
             self._nursery.start_soon(self._keep, found)
             log.info("reservation peer=%s", peer)
         found.life.deadline = trio.current_time() + self._policy.reservation_s
 
     async def _keep(self, reservation: Reservation) -> None:
-        """It ends with its connection, and when it is not renewed."""
+        """It ends with its connection, when it is not renewed, and when it makes way.
+
+        Then its peer has to know: its connection ends, too, unless something else goes over it.
+        """
         connection = cast("YamuxConnection", reservation.connection.muxed_conn)
         with self._held.hold(connection), reservation.life:
             await connection.event_ended.wait()
+        self._end(reservation)
+        if reservation.is_displaced:
+            self._held.end_if_unused(connection)
+
+    def _end(self, reservation: Reservation) -> None:
+        reservation.life.cancel()
+        self._reserved.leave(reservation)
         if self._reservations.get(reservation.peer) is reservation:
             del self._reservations[reservation.peer]
             log.info("reservation ended peer=%s", reservation.peer)
@@ -190,13 +228,15 @@ class Relay:
         target = reservation.connection
         around, group = cast("YamuxConnection", source).scope, groups_of(source)[0]
         with (
-            self._slot(source.peer_id, reservation.peer, group),
+            self._slot(Circuit(reservation.peer, patience), source.peer_id, group) as displaced,
             self._splices.memory(around) as piece_bytes,
             self._held.hold(source),
             self._held.hold(target.muxed_conn),
         ):
             if not piece_bytes:
                 raise Refused(pb.RESOURCE_LIMIT_EXCEEDED)
+            for each in displaced:
+                await each.ended.wait()  # its place at the target is free then, too
             far = await self._reach(target, source, patience)
             in_order = False
             try:
@@ -213,22 +253,44 @@ class Relay:
             return in_order
 
     @contextlib.contextmanager
-    def _slot(self, source: ID, target: ID, group: str) -> Iterator[None]:
-        """Raises Refused if there are too many circuits already: of all, of a peer, or of the asking address group."""
+    def _slot(self, circuit: Circuit, source: ID, group: str) -> Iterator[list[Circuit]]:
+        """Gives the circuits that have to make way, and end. Raises Refused if there are too many already.
+
+        The asking peer and its address group have limits. No group keeps another out that holds fewer of all circuits,
+        or of those to the target.
+        """
         policy = self._policy
-        holders: tuple[ID | str, ...] = (source, target, group)
-        limits = (policy.circuits_per_peer, policy.circuits_per_peer, policy.circuits_per_group)
+        holders: tuple[ID | str, ...] = (source, group)
+        limits = (policy.circuits_per_peer, policy.circuits_per_group)
+        to_target = self._circuits_to.get(circuit.target) or FairPlaces[Circuit](policy.circuits_per_peer)
         is_full = any(self._circuits_of[each] >= most for each, most in zip(holders, limits, strict=True))
-        if is_full or self._circuits >= policy.circuits:
+        if is_full or not (to_target.has_place(group) and self._circuits.has_place(group)):
             raise Refused(pb.RESOURCE_LIMIT_EXCEEDED)
-        self._circuits += 1
+        displaced = []
+        for places in (to_target, self._circuits):
+            if (victim := places.victim(group)) is not None:
+                victim.life.cancel()
+                self._leave(victim)
+                displaced.append(victim)
+        self._circuits_to[circuit.target] = to_target
+        for places in (to_target, self._circuits):
+            places.put(circuit, group)
         self._circuits_of.update(holders)
         try:
-            yield
+            yield displaced
         finally:
-            self._circuits -= 1
+            self._leave(circuit)
+            circuit.ended.set()
             self._circuits_of.subtract(holders)
             self._circuits_of = +self._circuits_of
+
+    def _leave(self, circuit: Circuit) -> None:
+        """Its places are those of others now."""
+        self._circuits.leave(circuit)
+        if (to_target := self._circuits_to.get(circuit.target)) is not None:
+            to_target.leave(circuit)
+            if not to_target:
+                del self._circuits_to[circuit.target]
 
     async def _reach(self, target: SwarmConn, source: IMuxedConn, patience: trio.CancelScope) -> NetStream:
         """A stream over which a peer takes a circuit from `source`. Raises Refused: whatever fails is its fault."""

@@ -83,6 +83,14 @@ class HeldConnections:
     def is_held(self, connection: IMuxedConn) -> bool:
         return connection in self._held or connection.peer_id in self._held
 
+    def end_if_unused(self, connection: YamuxConnection) -> None:
+        """End a connection that is of no use to anybody."""
+        if self._is_unused(connection):
+            connection.end()
+
+    def _is_unused(self, connection: IMuxedConn) -> bool:
+        return not self.is_held(connection) and not self._has_link(connection)
+
     async def end_unused(self, admission: ConnectionAdmission) -> None:
         """Until cancelled, end connections that nothing uses for a while; sooner if there are many connections.
 
@@ -138,7 +146,7 @@ class HeldConnections:
         with trio.move_on_after(self._policy.farewell_s, shield=True):
             for connection in connections:
                 muxed = connection.muxed_conn
-                if not self._has_link(muxed) and not self.is_held(muxed):
+                if self._is_unused(muxed):
                     await connection.close()
 
 

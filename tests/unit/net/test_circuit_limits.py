@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import trio
@@ -15,8 +15,9 @@ from llmnode.core.budget import Kind, Resource
 from llmnode.core.policy import BudgetPolicy, RelayPolicy
 from llmnode.errors import PeerUnreachable, single_error
 from llmnode.net.addresses import parse_peer
+from llmnode.net.admission import groups_of
 from llmnode.net.circuit_splice import LEAST_PIECE_BYTES
-from llmnode.net.circuit_wire import PIECE_BYTES
+from llmnode.net.circuit_wire import HOP, PIECE_BYTES, STOP, receive, send
 from llmnode.net.host import Libp2pNetwork, open_network
 from llmnode.net.link import Libp2pLink
 from unit.circuits import (
@@ -36,6 +37,11 @@ from unit.circuits import (
     until,
 )
 from unit.in_trio import in_trio
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from libp2p.network.swarm import Swarm
 
 
 @in_trio
@@ -83,6 +89,114 @@ async def test_a_relay_does_not_take_all_connections_of_a_peer() -> None:
             await second.dial(through(relay, server))
         await check_echo(await second.dial(through(other, server)))
         await check_echo(link)
+
+
+async def connect_from(source: str, network: Libp2pNetwork, relay: Libp2pNetwork) -> None:
+    """Every address of 127.0.0.0/8 is an address group. Its requests to the relay go over this connection."""
+    info = parse_peer(relay.addresses[0])
+    network.vouch(relay.addresses)
+    await cast("Swarm", network.host.get_network()).dial_addr(info.addrs[0], info.peer_id, (source, 0))
+
+
+@asynccontextmanager
+async def strangers(relay: Libp2pNetwork, sources: list[str]) -> AsyncIterator[list[Libp2pNetwork]]:
+    """One identity for each of `sources`, connected to the relay."""
+    async with AsyncExitStack() as stack:
+        networks = [await stack.enter_async_context(dialling()) for _ in sources]
+        for source, network in zip(sources, networks, strict=True):
+            await connect_from(source, network, relay)
+        yield networks
+
+
+@in_trio
+@pytest.mark.parametrize("limits", [{"circuits_per_peer": 4}, {"circuits": 4}], ids=["of the server", "of all"])
+async def test_one_address_with_all_circuits_does_not_keep_others_out(limits: dict[str, int]) -> None:
+    hostile = ["127.0.0.2", "127.0.0.2", "127.0.0.3", "127.0.0.2"]
+    async with relaying(RelayPolicy(**limits)) as relay, reserving(relay) as server:
+        others = strangers(relay, hostile), strangers(relay, ["127.0.0.1"] * 3)
+        async with echoing(server), others[0] as rude, others[1] as polite:
+            links = [await each.dial(through(relay, server)) for each in rude]
+            mine = [await polite[0].dial(through(relay, server))]
+            await until(lambda: links[3].has_ended)
+            assert relay.count_open().circuits == 4 and not any(each.has_ended for each in links[:3])
+            for each in (*polite[1:], rude[3]):
+                with pytest.raises(PeerUnreachable, match="the relay is full"):
+                    await each.dial(through(relay, server))
+            for link in (*links[:3], *mine):
+                await check_echo(link)
+            await links[2].end("done")
+            await until(lambda: relay.count_open().circuits == 3)
+            await check_echo(await polite[1].dial(through(relay, server)))
+
+
+@in_trio
+async def test_a_circuit_that_makes_way_leaves_nothing() -> None:
+    """Not even one that does not stand yet."""
+    async with relaying(RelayPolicy(circuits_per_peer=2, handshake_s=4.0)) as relay, dialling() as target:
+        assert (await Intruder(target).ask(relay, RESERVE)).status == pb.OK
+        target.host.set_stream_handler(STOP, never)
+        request = connect_to(parse_peer(through(relay, target)).peer_id.to_bytes())
+        async with strangers(relay, ["127.0.0.2", "127.0.0.2", "127.0.0.3"]) as (first, second, other):
+            streams = [await Intruder(each).open(relay, HOP) for each in (first, second, other)]
+            for most, stream in zip((1, 2, 2), streams, strict=True):
+                await send(stream.muxed_stream, request)
+                await until(lambda most=most: relay.count_open().circuits == most)  # type: ignore[misc]
+            with pytest.raises(PeerUnreachable):
+                await receive(streams[1].muxed_stream, pb.HopMessage())
+            for stream in (streams[0], streams[2]):
+                assert (await receive(stream.muxed_stream, pb.HopMessage())).status == pb.CONNECTION_FAILED
+        await until(lambda: not relay.count_open().circuits)
+        assert not relay._relay._circuits_to and not relay._relay._circuits_of
+        assert not list(relay.budget.process.within(Kind.SESSION))
+
+
+async def never(_stream: Any) -> None:
+    await trio.sleep_forever()
+
+
+@in_trio
+async def test_two_addresses_with_all_reservations_do_not_keep_a_newcomer_out() -> None:
+    sources = ["127.0.0.2", "127.0.0.3", "127.0.0.2", "127.0.0.3", "127.0.0.2"]
+    async with relaying(RelayPolicy(reservations=5)) as relay:
+        hostile = strangers(relay, sources)
+        async with hostile as rude:
+            for each in rude:
+                assert (await Intruder(each).ask(relay, RESERVE)).status == pb.OK
+            async with reserving(relay) as server, echoing(server):
+                assert relay.count_open().reservations == 5
+                await until(lambda: not rude[4].count_open().connections)
+                assert [each.count_open().connections for each in rude] == [1, 1, 1, 1, 0], "the newest has made way"
+                for each in rude[:4]:
+                    assert (await Intruder(each).ask(relay, RESERVE)).status == pb.OK, "its own again"
+                await connect_from("127.0.0.2", rude[4], relay)
+                assert (await Intruder(rude[4]).ask(relay, RESERVE)).status == pb.RESERVATION_REFUSED
+                await check_echo(await rude[0].dial(through(relay, server)))
+                assert relay.count_open().reservations == 5
+
+
+@in_trio
+async def test_a_reservation_that_makes_way_leaves_the_circuits_to_its_peer() -> None:
+    async with relaying(RelayPolicy(reservations=2)) as relay, reserving(relay) as first, reserving(relay) as second:
+        other = strangers(relay, ["127.0.0.2"])
+        async with dialling() as client, echoing(second), other as (newcomer,):
+            link = await client.dial(through(relay, second))
+            assert (await Intruder(newcomer).ask(relay, RESERVE)).status == pb.OK
+            await check_echo(link)
+            assert relay.count_open().reservations == 2
+            async with dialling() as late:
+                with pytest.raises(PeerUnreachable, match="no reservation at the relay"):
+                    await late.dial(through(relay, second))
+            assert first.addresses == [through(relay, first)]
+
+
+@in_trio
+async def test_the_addresses_of_one_group_have_a_share_of_the_reservations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On loopback each address is a group. So these are named one here."""
+    monkeypatch.setattr("llmnode.net.circuit_relay.groups_of", lambda connection: ("one", groups_of(connection)[1]))
+    sources = ["127.0.0.2", "127.0.0.3", "127.0.0.4"]
+    async with relaying(RelayPolicy(reservations_per_group=2)) as relay, strangers(relay, sources) as networks:
+        answers = [(await Intruder(each).ask(relay, RESERVE)).status for each in networks]
+        assert answers == [pb.OK, pb.OK, pb.RESERVATION_REFUSED]
 
 
 async def keep_talking(link: Libp2pLink, size: int) -> None:

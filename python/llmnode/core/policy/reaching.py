@@ -112,13 +112,17 @@ class RelayPolicy:
 
     reservation_s: float = 3600.0
     reservations: int = 384
-    """Each one is a connection, and a peer has one. The rest of `BudgetPolicy.connections` is for those that dial."""
+    """Each one is a connection, and a peer has one. The rest of `BudgetPolicy.connections` is for those that dial. When
+    all are taken, the address group that holds most gives one to another group."""
     reservations_per_host: int = 32
     """Peer ids cost nothing, addresses do; many nodes may share one behind a NAT."""
+    reservations_per_group: int = 96
+    """A quarter of all: twelve addresses of two groups would else have all of them."""
     circuits: int = 2048
     circuits_per_peer: int = 128
     """This limits the circuits of a peer that dials and those of a peer that is dialled. A dialled peer accepts no more
-    from one relay either (`BudgetPolicy.connections_per_host`)."""
+    from one relay either (`BudgetPolicy.connections_per_host`). The address group that has asked for most of its
+    circuits gives one to another group."""
     circuits_per_group: int = 1024
     """Circuits that peers of one address group have asked for: half of all."""
     circuit_idle_s: float = 120.0
