@@ -25,14 +25,14 @@ from llmnode.core.budget import Resource, Worth
 from llmnode.net.select import EagerSelect, reset_if_it_fails
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from libp2p.abc import IHost, IMuxedConn, INetConn, INetStream
     from libp2p.custom_types import TProtocol
     from libp2p.network.stream.net_stream import NetStream
     from libp2p.network.swarm import Swarm
 
-    from llmnode.core.policy import LinkPolicy
+    from llmnode.core.policy import BudgetPolicy, LinkPolicy
     from llmnode.net.admission import ConnectionAdmission
     from llmnode.net.yamux import YamuxConnection
 
@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0
 """Unused connections are looked for this often."""
+PLACES = Resource.CONNECTIONS, Resource.INBOUND, Resource.LINKS
+"""The resources of which a connection holds one each, with a link."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +61,13 @@ class OpenCounts:
 
 
 class HeldConnections:
-    """The connections that are in use, by links (`has_link` says so) or by other holders."""
+    """The connections that are in use, by links or by other holders."""
 
-    def __init__(self, host: IHost, policy: LinkPolicy, has_link: Callable[[IMuxedConn], bool]) -> None:
+    def __init__(self, host: IHost, policy: LinkPolicy, asked: Callable[[], Mapping[IMuxedConn, float]]) -> None:
+        """`asked` gives the connections with links, and when the other side last asked for something over these."""
         self._swarm = cast("Swarm", host.get_network())
         self._policy = policy
-        self._has_link = has_link
+        self._asked = asked
         self._held: Counter[IMuxedConn | ID] = Counter()
 
     @contextlib.contextmanager
@@ -72,7 +75,9 @@ class HeldConnections:
         """Keep a connection open, or any to a peer as long as it is not known which it will be."""
         self._held[what] += 1
         for each in self._swarm.get_connections(what) if isinstance(what, ID) else [what]:
-            self._note_use(cast("YamuxConnection", each.muxed_conn if isinstance(each, SwarmConn) else each))
+            self._note_use(
+                cast("YamuxConnection", each.muxed_conn if isinstance(each, SwarmConn) else each), has_link=False
+            )
         try:
             yield
         finally:
@@ -89,12 +94,13 @@ class HeldConnections:
             connection.end()
 
     def _is_unused(self, connection: IMuxedConn) -> bool:
-        return not self.is_held(connection) and not self._has_link(connection)
+        return not self.is_held(connection) and connection not in self._asked()
 
     async def end_unused(self, admission: ConnectionAdmission) -> None:
         """Until cancelled, end connections that nothing uses for a while; sooner if there are many connections.
 
-        Says for all of them how much they are worth when there are too many.
+        Says for all of them how much they are worth when there are too many. Where places are few, a link over which
+        nobody asks for anything is no use, whatever its heartbeats.
         """
         policy = admission.policy
         unused_since: dict[IMuxedConn, float] = {}
@@ -104,25 +110,33 @@ class HeldConnections:
             held = admission.budget.process.held[Resource.CONNECTIONS]
             is_crowded = held > policy.crowded_share * policy.connections
             idle_s = policy.crowded_idle_s if is_crowded else policy.idle_s
-            now_s, before = trio.current_time(), unused_since
+            now_s, before, asked = trio.current_time(), unused_since, self._asked()
             unused_since = {}
             for connection in connections:
                 muxed = cast("YamuxConnection", connection.muxed_conn)
-                if self._note_use(muxed):
+                asked_s = asked.get(muxed)
+                if asked_s is not None and asked_s < now_s - policy.idle_link_s and self._is_short(muxed, policy):
+                    asked_s = None
+                if self._note_use(muxed, has_link=asked_s is not None):
                     continue
                 since_s = unused_since[muxed] = max(before.get(muxed, now_s), muxed.used_s)
                 if now_s - since_s >= idle_s:
                     log.debug("unused connection ends peer=%s", muxed.peer_id)
                     muxed.end()
 
-    def _note_use(self, muxed: YamuxConnection) -> bool:
-        """Whether anything uses it."""
-        is_held, has_link = self.is_held(muxed), self._has_link(muxed)
-        if muxed.scope.worth is Worth.OURS:
-            muxed.scope.runs = Worth.USED if is_held or has_link else Worth.NOTHING
-        else:
-            muxed.scope.worth = Worth.USED if is_held else Worth.LINK if has_link else Worth.NOTHING
-        return is_held or has_link
+    def _is_short(self, muxed: YamuxConnection, policy: BudgetPolicy) -> bool:
+        """Whether places are few where this connection of others has one."""
+        is_ours = muxed.scope.worth is Worth.OURS
+        return not is_ours and any(muxed.scope.is_taken(each, policy.crowded_share) for each in PLACES)
+
+    def _note_use(self, muxed: YamuxConnection, *, has_link: bool) -> bool:
+        """Whether anything uses it. A session over a link does, too."""
+        scope, is_held = muxed.scope, self.is_held(muxed)
+        if scope.worth is Worth.OURS:
+            scope.runs = Worth.USED if is_held or has_link else Worth.NOTHING
+            return scope.runs is Worth.USED
+        scope.worth = Worth.USED if is_held else Worth.LINK if has_link else Worth.NOTHING
+        return scope.use is not Worth.NOTHING
 
     def living(self, peer: ID) -> list[SwarmConn]:
         """All connections to `peer`."""

@@ -62,8 +62,9 @@ class DhtServer:
             with self._slot(str(connection.peer_id), group):
                 await self._note_peer(connection.peer_id)
                 while (request := await self._next(net_stream)) is not None:
-                    connection.used_s = trio.current_time()
                     await self._turns.wait((group, str(connection.peer_id)))
+                    if request.type != Message.MessageType.PING:
+                        connection.used_s = trio.current_time()
                     with self._turn(connection):
                         with kept_for(group):
                             answer = self._answer(request, connection.peer_id)

@@ -161,7 +161,7 @@ class Libp2pNetwork:
         self._traffic = TrafficMeter()
         self._links: dict[Libp2pLink, IMuxedConn] = {}
         self._opened, self._accepted = trio.open_memory_channel[Libp2pLink](ACCEPT_QUEUE)
-        self._held = HeldConnections(host, policy, lambda connection: connection in self._links.values())
+        self._held = HeldConnections(host, policy, self._asked)
         self._circuits = Circuits(host, nursery, policy, circuit_policy, self._held, self._connect)
         self._puncher = Puncher(host, nursery, circuit_policy.punch, self._held, admission.gate)
         self._puncher.start(host)
@@ -355,6 +355,13 @@ class Libp2pNetwork:
         finally:
             link.scope.close()
             del self._links[link]
+
+    def _asked(self) -> dict[IMuxedConn, float]:
+        """The connections with links, and when the other side last asked for something over one of them."""
+        asked: dict[IMuxedConn, float] = {}
+        for link, connection in self._links.items():
+            asked[connection] = max(link.asked_s, asked.get(connection, link.asked_s))
+        return asked
 
     def _links_with(self, peer: PeerId) -> list[Libp2pLink]:
         return [link for link in self._links if link.peer == peer]

@@ -111,7 +111,8 @@ class Libp2pLink:
         self._ended = trio.Event()
         self._closed = trio.Event()
         self._end_error: PeerError | None = None
-        self._heard_s = trio.current_time()
+        self._heard_s = self.asked_s = trio.current_time()
+        """`asked_s` is when a frame has come that is no heartbeat."""
         self._wrote_since_heartbeat = False
         self._write_scope = trio.CancelScope(shield=True)
         self._write_until_s = math.inf  # the end of the farewell, once the link ends
@@ -224,6 +225,7 @@ class Libp2pLink:
                     if frame.type is FrameType.HEARTBEAT:
                         self._take_rate(1000.0 * frame.start)
                     else:
+                        self.asked_s = now_s
                         await self._deliver(await self._take(frame))
                 self._give_back()
                 self._arrivals.note(len(chunk), now_s, inside=not decoder.at_boundary())

@@ -128,6 +128,61 @@ async def test_in_a_crowd_an_unused_connection_ends_sooner() -> None:
         await until(lambda: server.count_open().connections < 5)
 
 
+async def repeat(frame: Frame, stream: Any) -> None:
+    with suppress(BaseLibp2pError, StreamError):
+        while True:
+            await stream.write(encode(frame, POLICY))
+            await trio.sleep(0.05)
+
+
+def _few() -> BudgetPolicy:
+    """With five connections it is crowded, until four are left."""
+    return BudgetPolicy(connections=8, crowded_share=0.5, crowded_idle_s=0.2, idle_s=0.2, idle_link_s=0.3)
+
+
+@in_trio
+async def test_in_a_crowd_links_that_bring_only_heartbeats_end() -> None:
+    async with trio.open_nursery() as nursery, crowd(_few()) as (server, strangers):
+        await strangers.link("127.0.0.2")
+        (with_session,) = server._links
+        with_session.scope.open(Kind.SESSION, "a session")
+        nursery.start_soon(repeat, DESCRIBE, await strangers.link("127.0.0.3"))
+        asking = list(server._links)[1]
+        for number in range(4):
+            nursery.start_soon(repeat, Frame(FrameType.HEARTBEAT), await strangers.link(f"127.0.0.{4 + number}"))
+        await until(lambda: server.count_open().links == 4)
+        await trio.sleep(0.5)
+        assert server.count_open().links == 4, "it is no crowd any more"
+        assert not with_session.has_ended and not asking.has_ended
+
+
+@in_trio
+async def test_an_address_that_has_few_places_left_keeps_no_links_that_bring_only_heartbeats() -> None:
+    """All circuits through one relay have one address: theirs are full while the node has places enough."""
+    few = BudgetPolicy(connections_per_host=4, crowded_share=0.5, idle_s=0.2, idle_link_s=0.3)
+    async with trio.open_nursery() as nursery, crowd(few) as (server, strangers):
+        for _ in range(4):
+            nursery.start_soon(repeat, Frame(FrameType.HEARTBEAT), await strangers.link("127.0.0.2"))
+        other = await strangers.link("127.0.0.3")
+        nursery.start_soon(repeat, Frame(FrameType.HEARTBEAT), other)
+        await until(lambda: server.count_open().links == 3)
+        for _ in range(2):
+            assert await strangers.can_link("127.0.0.2")
+        held = {each.name: each.held[Resource.LINKS] for each in server.budget.process.within(Kind.HOST)}
+        assert held["127.0.0.3"] == 1
+
+
+@in_trio
+async def test_a_link_for_each_of_many_addresses_does_not_keep_a_newcomer_out() -> None:
+    """No group has more than another, but what they hold is of no use."""
+    patient = LinkPolicy(silence_s=60)
+    async with crowd(BudgetPolicy(connections=6, idle_link_s=0.3), patient) as (server, strangers):
+        for number in range(6):
+            await strangers.link(f"127.0.0.{2 + number}")
+        await strangers.link_at_last("127.0.0.1")
+        assert server.budget.process.held[Resource.CONNECTIONS] == 6
+
+
 @in_trio
 @pytest.mark.parametrize("have_links", [False, True])
 async def test_two_addresses_that_hold_all_connections_do_not_keep_a_newcomer_out(have_links: bool) -> None:

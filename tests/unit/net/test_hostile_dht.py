@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgpack
 import pytest
@@ -35,6 +35,10 @@ from unit.in_trio import in_trio
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from libp2p.network.swarm import Swarm
+
+    from llmnode.net.yamux import YamuxConnection
 
 KINDS = Message.MessageType
 LOOP_S = 0.005
@@ -84,6 +88,20 @@ async def test_silent_streams_of_one_peer_do_not_close_the_dht_to_others() -> No
         for stream in streams:
             with pytest.raises((BaseLibp2pError, StreamError)):
                 await stream.read(1)
+
+
+@in_trio
+async def test_a_ping_of_the_dht_keeps_no_connection() -> None:
+    async with AsyncExitStack() as stack:
+        server, _ = await keeper(stack)
+        network = await stranger(stack, server)
+        (connection,) = cast("Swarm", server.host.get_network()).get_connections()
+        muxed = cast("YamuxConnection", connection.muxed_conn)
+        used_s = muxed.used_s
+        await asked(network, server, Message(type=KINDS.PING))
+        assert muxed.used_s == used_s
+        await asked(network, server, Message(type=KINDS.FIND_NODE, key=b"key"))
+        assert muxed.used_s > used_s
 
 
 @in_trio

@@ -71,6 +71,10 @@ class BudgetPolicy:
     crowded_share: float = 0.75
     """With more than this share of the connections taken, one that nothing uses ends after `crowded_idle_s`."""
     crowded_idle_s: float = 3.0
+    idle_link_s: float = 60.0
+    """With more than that share of the connections or links taken, of the process or of an address, a link counts as
+    nothing if it has no session and has brought only heartbeats for this time. Nodes exchange views with each peer that
+    they have a link to, within some `SwarmPolicy.announce_every_s`."""
     links: int = 256
     """Links that others have opened, as `ServePolicy.links`."""
     streams: int = 2048
