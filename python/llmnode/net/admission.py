@@ -45,6 +45,8 @@ class ConnectionAdmission:
         """Decides which connections the host opens."""
         self._accepted = Rates(self.policy.accepted_burst, self.policy.accepted_per_s)
         self._handshakes = Turns(self.policy.handshakes)
+        self._streams = Turns(self.policy.stream_turns)
+        self._refused = Rates(self.policy.refused_streams_burst, self.policy.refused_streams_per_s)
         self._begun: dict[str, dict[Scope, None]] = {}
         """The half-open connections of each address, the oldest first."""
         self._half_open: WeakKeyDictionary[IRawConnection, Scope] = WeakKeyDictionary()
@@ -112,6 +114,26 @@ class ConnectionAdmission:
             yield stream.take_all({Resource.STREAMS: 1, Resource.MEMORY: self.policy.stream_bytes})
         finally:
             stream.close()
+
+    async def wait_stream_turn(self, connection: YamuxConnection, amount: float = 1.0) -> bool:
+        """Until the other side may have a stream handled, or something done over one: that is an `amount` of this.
+
+        Its address group has turns, and those that we have connected to have others: strangers behind a relay are not
+        to take those of the relay itself. False after too long a wait.
+        """
+        side = "ours, " if connection.scope.worth is Worth.OURS else ""
+        path = f"{side}{groups_of(connection)[0]}", str(connection.peer_id)
+        if self._streams.take(path, amount):
+            return True
+        with trio.move_on_after(self.policy.stream_patience_s):
+            await self._streams.wait(path, amount)
+            return True
+        return False
+
+    def note_refused(self, connection: YamuxConnection) -> None:
+        """A stream was not handled. The connection ends if its peer opens many such."""
+        if not self._refused.take(connection.peer_id, trio.current_time()):
+            connection.end()
 
     def _admit(self, address: str, peer: PeerId | None, *, is_inbound: bool) -> Scope:
         scope = self.budget.connection(address, peer)

@@ -21,8 +21,9 @@ from llmnode.core.ids import PeerId
 from llmnode.errors import PeerError, PeerUnreachable, RemoteProtocolError
 from llmnode.net.addresses import CIRCUIT, circuit_address, host_and_port
 from llmnode.net.circuit_wire import HOP, CircuitConnection, leave, name_of, receive, send
-from llmnode.net.connections import close_when_silent, connection_of, open_stream
+from llmnode.net.connections import connection_of, open_stream
 from llmnode.net.explain import explain_failure, innermost
+from llmnode.net.pings import close_when_silent
 from llmnode.net.sockets import with_ips
 
 if TYPE_CHECKING:

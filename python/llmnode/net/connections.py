@@ -7,16 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import secrets
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 import trio
 from libp2p.connection_types import ConnectionType
-from libp2p.exceptions import BaseLibp2pError
-from libp2p.host.ping import ID as PING
-from libp2p.host.ping import PING_LENGTH
 from libp2p.network.connection.swarm_connection import SwarmConn
 from libp2p.peer.id import ID
 from libp2p.protocol_muxer.multiselect_communicator import MultiselectCommunicator
@@ -182,35 +178,3 @@ def connection_of(stream: INetStream) -> SwarmConn:
     connection = cast("NetStream", stream).swarm_conn
     assert connection is not None
     return connection
-
-
-async def close_when_silent(connection: SwarmConn, policy: LinkPolicy) -> None:
-    """Close a connection whose other side answers no pings any more: libp2p would never notice. Else does not return.
-
-    The pings keep a NAT from forgetting the connection, too. Returns at once if the other side knows no pings.
-    """
-    try:
-        with trio.fail_after(policy.dial_timeout_s):
-            stream = await open_stream(connection, PING, policy.dial_timeout_s)
-    except trio.TooSlowError:
-        await connection.close()
-        return
-    except BaseLibp2pError:
-        return
-    try:
-        while True:
-            with trio.fail_after(policy.silence_s):
-                await _ping(stream)
-            await trio.sleep(policy.heartbeat_s)
-    except (trio.TooSlowError, BaseLibp2pError):
-        await connection.close()
-    finally:
-        with trio.CancelScope(shield=True):
-            await stream.reset()
-
-
-async def _ping(stream: NetStream) -> None:
-    sent, left = secrets.token_bytes(PING_LENGTH), PING_LENGTH
-    await stream.write(sent)
-    while left:
-        left -= len(await stream.read(left))

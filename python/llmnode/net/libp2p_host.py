@@ -19,6 +19,7 @@ from libp2p.security.noise.transport import PROTOCOL_ID as NOISE
 from multiaddr import Multiaddr
 
 from llmnode.net.admission import ConnectionAdmission
+from llmnode.net.pings import PING, answer_pings
 from llmnode.net.secure import noise_transport
 from llmnode.net.upgrade import use_our_transport
 from llmnode.net.yamux import YamuxConnection
@@ -89,6 +90,7 @@ async def open_host(
     _guard_dials(swarm, admission.gate)
     _dial_when_told(swarm)
     _outlive_streams(swarm, admission)
+    host.set_stream_handler(PING, partial(answer_pings, admission))
     async with host.run(listen_addrs=listen):
         # It would dial every peer that we have ever met, and most eagerly those that we have just left.
         await swarm.auto_connector.stop()
@@ -141,14 +143,17 @@ def _admit_inbound(swarm: Swarm, admission: ConnectionAdmission, patience_s: flo
 def _outlive_streams(swarm: Swarm, admission: ConnectionAdmission) -> None:
     """It ends with the first unforeseen error in any of its streams, whichever side has opened the stream.
 
-    A stream beyond a limit is reset.
+    It handles any number of streams: agreeing on a protocol and identifying itself takes a millisecond. Here
+    address groups have turns. A stream beyond a limit is reset.
     """
     handle = swarm.common_stream_handler
 
     async def handle_or_reset(stream: INetStream) -> None:
-        with admission.stream(cast("YamuxConnection", stream.muxed_conn).scope) as is_admitted:
-            if not is_admitted:
+        connection = cast("YamuxConnection", stream.muxed_conn)
+        with admission.stream(connection.scope) as is_admitted:
+            if not (is_admitted and await admission.wait_stream_turn(connection)):
                 await stream.reset()
+                admission.note_refused(connection)
                 return
             try:
                 await handle(stream)

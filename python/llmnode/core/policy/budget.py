@@ -81,6 +81,18 @@ class BudgetPolicy:
     streams_per_peer: int = 256
     stream_bytes: int = 256 << 10
     """The memory of a stream: it may receive this much before it is read."""
+    stream_turns: TurnPolicy = TurnPolicy(burst=512, per_s=16, shared_per_s=128)
+    """The streams of address groups that are handled, whatever their protocol: each takes about a millisecond of the
+    event loop. A connection begins with two or three, and all nodes behind one NAT may connect at once. A DHT opens one
+    for each question."""
+    stream_patience_s: float = 10.0
+    """A stream waits this long for its turn. Then it is reset."""
+    pings_per_stream: float = 16.0
+    """This number of pings of libp2p counts as one stream. A circuit has one ping every `LinkPolicy.heartbeat_s`."""
+    refused_streams_burst: int = 64
+    """A peer may open this many streams at once that are not handled. A further one costs the connection."""
+    refused_streams_per_s: float = 1.0
+    """Then one is allowed this often."""
     dials: int = 32
     """Dials under way at the same time, as in go-libp2p."""
     heavy_answers: int = 16

@@ -1,0 +1,149 @@
+"""Streams are handled in turns of address groups, whatever their protocol; pings of libp2p too."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+import trio
+from libp2p.exceptions import BaseLibp2pError
+from libp2p.host.ping import PING_LENGTH
+from libp2p.identity.identify.identify import ID as IDENTIFY
+
+from llmnode.core.policy import BudgetPolicy, TurnPolicy
+from llmnode.net.addresses import LISTEN_ANY_LOOPBACK, parse_peer
+from llmnode.net.connections import open_stream
+from llmnode.net.host import Libp2pNetwork, open_network
+from llmnode.net.pings import PING
+from unit.in_trio import in_trio
+from unit.links import POLICY
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from libp2p.network.connection.swarm_connection import SwarmConn
+    from libp2p.network.stream.net_stream import NetStream
+    from libp2p.network.swarm import Swarm
+
+NEVER = 1e-6
+FEW = BudgetPolicy(
+    stream_turns=TurnPolicy(burst=6, per_s=NEVER, shared_per_s=NEVER),
+    stream_patience_s=0.1,
+    refused_streams_burst=3,
+    refused_streams_per_s=NEVER,
+)
+MOST = 6 + 1
+"""Beyond the burst, one more has the first turn of all groups."""
+
+
+@asynccontextmanager
+async def connected(budget: BudgetPolicy = FEW) -> AsyncIterator[Any]:
+    """A host, and what connects to it from an address."""
+    async with (
+        open_network([LISTEN_ANY_LOOPBACK], replace(POLICY, budget=budget)) as server,
+        AsyncExitStack() as stack,
+    ):
+
+        async def connect(source: str, network: Libp2pNetwork | None = None) -> SwarmConn:
+            network = network or await stack.enter_async_context(open_network([], POLICY))
+            network.vouch(server.addresses)
+            info = parse_peer(server.addresses[0])
+            swarm = cast("Swarm", network.host.get_network())
+            await swarm.dial_addr(info.addrs[0], info.peer_id, (source, 0))
+            return swarm.get_connections(info.peer_id)[0]
+
+        yield server, connect
+
+
+async def is_identified(connection: SwarmConn) -> bool:
+    try:
+        stream = await open_stream(connection, IDENTIFY, 5)
+        return bool(await stream.read(1))
+    except BaseLibp2pError:
+        return False
+
+
+async def is_reset_at_once(connection: SwarmConn) -> bool:
+    """One that asks for no protocol."""
+    try:
+        stream = await connection.new_stream()
+        await stream.reset()
+    except BaseLibp2pError:
+        return False
+    return True
+
+
+async def is_answered(stream: NetStream) -> bool:
+    """One more ping."""
+    got = b""
+    try:
+        await stream.write(bytes(PING_LENGTH))
+        while len(got) < PING_LENGTH:
+            got += await stream.read(PING_LENGTH - len(got))
+    except BaseLibp2pError:
+        return False
+    return True
+
+
+@in_trio
+@pytest.mark.parametrize("cycle", [is_identified, is_reset_at_once])
+async def test_streams_without_end_are_not_handled_and_cost_the_connection(cycle: Any) -> None:
+    async with connected() as (server, connect):
+        rude = await connect("127.0.0.2")
+        handled = 0
+        while await cycle(rude) and handled < 1000:
+            handled += 1
+        while not rude.is_closed:
+            await cycle(rude)
+            await trio.sleep(0.01)
+        assert not [each for each in cast("Swarm", server.host.get_network()).get_connections() if not each.is_closed]
+        if cycle is is_identified:
+            assert 0 < handled <= MOST
+        assert await is_identified(await connect("127.0.0.3")), "other address groups have turns of their own"
+
+
+@in_trio
+async def test_identities_of_one_address_share_its_turns() -> None:
+    async with connected() as (_, connect):
+        handled = [await is_identified(await connect("127.0.0.2")) for _ in range(2 * MOST)]
+        assert 0 < sum(handled) <= MOST
+        assert not handled[-1]
+        assert await is_identified(await connect("127.0.0.3"))
+
+
+@in_trio
+async def test_streams_of_peers_that_we_have_connected_to_have_turns_of_their_own() -> None:
+    """A relay opens streams to us, and all peers behind it are at its address."""
+    async with open_network(["/ip4/127.0.0.2/tcp/0"], POLICY) as relay, connected() as (server, connect):
+        await server.dial(relay.addresses[0])
+        while await is_identified(await connect("127.0.0.2")):
+            pass
+        (ours,) = cast("Swarm", relay.host.get_network()).get_connections()
+        assert await is_identified(ours)
+
+
+@in_trio
+async def test_pings_have_turns() -> None:
+    async with connected(replace(FEW, pings_per_stream=4)) as (_, connect):
+        rude, answered = await connect("127.0.0.2"), 0
+        stream = await open_stream(rude, PING, 5)
+        while await is_answered(stream) and answered < 1000:
+            answered += 1
+        assert 4 < answered <= 4 * MOST
+        assert await is_identified(await connect("127.0.0.3"))
+
+
+@in_trio
+async def test_a_ping_is_answered_with_its_bytes_and_a_stream_may_end() -> None:
+    async with connected(BudgetPolicy()) as (_, connect):
+        stream = await open_stream(await connect("127.0.0.2"), PING, 5)
+        for number in range(20):
+            sent = bytes([number]) * PING_LENGTH
+            await stream.write(sent[:5])
+            await stream.write(sent[5:])
+            assert await stream.read(PING_LENGTH) == sent
+        await stream.close_write()
+        with pytest.raises(BaseLibp2pError):
+            await stream.read(1)
