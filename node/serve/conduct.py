@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 COUNTED_BYTES = 1 << 14
-"""A request of this size counts as one more: it is parsed."""
+"""A request of this size counts as one more: it is parsed. So does one with an answer of this size."""
 COUNTED_POSITIONS = 64
 """One that asks for results of this number of positions too: they are read and sent."""
 COUNTED_OPEN = 3.0
@@ -62,12 +62,13 @@ class Conduct:
         self._per_step = policy.requests_per_step
         self.probe_bytes = policy.probe_bytes
 
-    async def wait_turn(self, link: Link, frame: Frame) -> None:
+    async def wait_turn(self, link: Link, frame: Frame, answer_bytes: int = 0) -> None:
         """Until a request may be answered. Its address group has more turns if it has had steps computed.
 
-        Raises PeerRefused without memory for a frame that waits.
+        The size of the answer counts, if it is known. Raises PeerRefused without memory for a frame that waits.
         """
-        path, amount = (link.group, link.peer), 1 + frame.size_bytes / COUNTED_BYTES + frame.length / COUNTED_POSITIONS
+        path, size_bytes = (link.group, link.peer), frame.size_bytes + answer_bytes
+        amount = 1 + size_bytes / COUNTED_BYTES + frame.length / COUNTED_POSITIONS
         amount = min(MOST_COUNTED, amount + COUNTED_OPEN * (frame.type is FrameType.OPEN))
         if self._requests.take(path, amount):
             return

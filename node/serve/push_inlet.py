@@ -173,6 +173,15 @@ class PushInlet:
         self._reserved_bytes = 0
 
     @property
+    def link(self) -> Link | None:
+        """The link that the pushes come over; None if it has ended, or there were none."""
+        return None if self._at is None else self._at.link
+
+    def has_pushed(self, frame: Frame) -> bool:
+        """Whether the sender has pushed this frame, which the session is not done with yet."""
+        return any(each is frame for each in (*self._queued, *self._held))
+
+    @property
     def held_bytes(self) -> int:
         """The size of pushed steps that wait for their turn."""
         return sum(each.size_bytes for each in self._held) if self._held else 0

@@ -60,6 +60,8 @@ FAREWELL_S = 5.0
 
 REQUESTS = {FrameType.NEIGHBOURS: Neighbours, FrameType.REPLAY: Replay, FrameType.FORK: ForkRequest}
 """The frames with metadata that a session takes, and what the metadata is."""
+WORK = Compute, Do, Copy
+"""The actions that the worker has a part in."""
 
 
 class ServerSession:
@@ -195,6 +197,8 @@ class ServerSession:
                 await self._handle(frame)
             except (PeerRefused, RemoteProtocolError) as error:
                 await self._send(refusal_for(frame, error))
+                if isinstance(error, RemoteProtocolError):
+                    await self._note_malformed(frame)
             self.inbox.done(frame, self._logged_bytes)
 
     async def _handle(self, frame: Frame) -> None:
@@ -221,6 +225,8 @@ class ServerSession:
             action = await self._fork(frame) if frame.type is FrameType.FORK else self.stage.receive(frame)
         except WorkerLost as error:
             return await self._send(refusal_of(frame, RefusalCode.COMPUTE_FAILED, str(error)))
+        if not isinstance(action, WORK):
+            await self._wait_turn(frame, action.frame.size_bytes if isinstance(action, Repeat) else 0)
         while not isinstance(action, Wait):
             try:
                 await self._act(action)
@@ -270,6 +276,7 @@ class ServerSession:
             await self._refuse_step(frame, refusal.code, refusal.reason, refusal.retry_after_s)
         except RemoteProtocolError as error:
             await self._refuse_step(frame, RefusalCode.BAD_MESSAGE, error.message)
+            await self._note_malformed(frame)
         except ConfigError as error:  # the codec cannot carry what we computed, or nobody can use it
             await self._worker.do(Truncate(frame.session, frame.start))
             await self._refuse_step(frame, RefusalCode.OVERFLOW, str(error))
@@ -391,6 +398,22 @@ class ServerSession:
         except PeerError as error:
             log.debug("not answered: %s", error)
 
+    async def _wait_turn(self, frame: Frame, answer_bytes: int = 0) -> None:
+        """Until the turn of a frame that the worker does nothing for: it is a request as any other.
+
+        It counts for the peer that has sent it.
+        """
+        pushes = self.inbox.pushes
+        if (link := pushes.link if pushes.has_pushed(frame) else self.link) is not None:
+            with suppress(PeerRefused):
+                await self.served.conduct.wait_turn(link, Frame(frame.type, frame.session), answer_bytes)
+
+    async def _note_malformed(self, frame: Frame) -> None:
+        """It costs the client's link, unless another peer has pushed it."""
+        if self.link is not None and not self.inbox.pushes.has_pushed(frame):
+            await self.served.conduct.note_malformed(self.link)
+
     async def _refuse_step(self, frame: Frame, code: str, reason: str, retry_after_s: float | None = None) -> None:
+        await self._wait_turn(frame)
         self.stage.failed()
         await self._send(refusal_of(frame, code, reason, retry_after_s))
