@@ -19,22 +19,23 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heapreplace
 from itertools import chain, count
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from llmnode.core.operations import Backward, Evaluate, Forward, Slice
+from llmnode.core.operations import Backward, Evaluate, Forward
 from llmnode.core.serving.client_counters import Client, ClientCounters, Turns
 from llmnode.core.serving.decode_gather import Rhythm, keep_step
 from llmnode.core.serving.forward_cost import ForwardCost
 from llmnode.core.serving.pass_queue import PassQueue
-from llmnode.core.span import Span
+from llmnode.core.serving.queued_forward import Lane, Queued
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from llmnode.core.ids import SessionId
-    from llmnode.core.operations import Control, Open, Pass
+    from llmnode.core.operations import Control, Open, Pass, Slice
     from llmnode.core.policy import BatchPolicy
     from llmnode.core.priority import Priority
+    from llmnode.core.span import Span
     from llmnode.core.speed import ForwardsSeen
 
 _MIXED_BATCHES = 16
@@ -51,49 +52,6 @@ class Batch:
     operations: Mapping[int, Control]
     slices: Mapping[int, Slice]
     passes: Mapping[int, Pass] = field(default_factory=dict)
-
-
-class _Lane(NamedTuple):
-    """Forwards that are served in the order in which they came, except those that their sessions hold back."""
-
-    client: Client
-    priority: Priority
-    is_decode: bool
-
-
-@dataclass(slots=True, eq=False)
-class _Queued:
-    """A forward that is not done yet: `given` of its positions are computed.
-
-    Another `chunk` of them have been through `passed` of the blocks of its session's `span`.
-    """
-
-    ticket: int
-    operation: Forward
-    lane: _Lane
-    span: Span
-    given: int = 0
-    chunk: int = 0
-    passed: int = 0
-
-    @property
-    def left(self) -> int:
-        """Positions that have not begun."""
-        return self.operation.length - self.given - self.chunk
-
-    @property
-    def ahead(self) -> Span:
-        """The blocks that its next positions go through."""
-        return Span(self.span.start + self.passed, self.span.end)
-
-    def slice(self, length: int, end: int | None = None) -> Slice:
-        """Its next `length` positions, through the blocks up to `end`, or through all that are left."""
-        forward = self.operation
-        until = None if end is None or end == len(self.span) else end
-        if length == forward.length and not self.passed:
-            return Slice(forward.session, forward.start, length, forward.hidden, 0, until)
-        hidden = b"" if self.passed else forward.rows(self.given, length)
-        return Slice(forward.session, forward.start + self.given, length, hidden, self.passed, until)
 
 
 @dataclass(slots=True)
@@ -118,14 +76,14 @@ class Scheduler:
         self._tickets = count()
         self._sessions: dict[SessionId, _Session] = {}
         self._controls: dict[int, Control] = {}
-        self._forwards: dict[int, _Queued] = {}
+        self._forwards: dict[int, Queued] = {}
         self._counters = ClientCounters()
         self._passes = PassQueue(policy, self._counters)
         self._done_s = -inf  # when the latest forward was done
         self._is_decodes_turn = False  # since prefills have gone through a few blocks by themselves
         self._is_forwards_turn = True  # unless the latest batch had forwards
         self._mixed_batches = 0  # since the latest of decodes alone
-        self._since_s: dict[_Lane, float] = {}  # waiting lanes: when positions were last computed, or its first add
+        self._since_s: dict[Lane, float] = {}  # waiting lanes: when positions were last computed, or its first add
 
     def __len__(self) -> int:
         return len(self._controls) + len(self._forwards) + len(self._passes)
@@ -263,14 +221,14 @@ class Scheduler:
 
     def _add_forward(self, ticket: int, forward: Forward, now_s: float) -> None:
         session = self._sessions[forward.session]
-        lane = _Lane(session.client, session.priority, forward.length <= self._policy.decode_positions)
+        lane = Lane(session.client, session.priority, forward.length <= self._policy.decode_positions)
         self._since_s.setdefault(lane, now_s)
         self._counters.enter(session.client)
         if lane.is_decode:
             session.rhythm.note_return(now_s, self._cost.forward_s)
         else:
             session.rhythm.end()
-        self._forwards[ticket] = _Queued(ticket, forward, lane, session.span)
+        self._forwards[ticket] = Queued(ticket, forward, lane, session.span)
 
     def _remove_forward(self, ticket: int) -> Forward:
         removed = self._forwards.pop(ticket)
@@ -283,7 +241,7 @@ class Scheduler:
         """Whether its sessions have nothing before it."""
         return all(self._sessions[session].queue[0] == ticket for session in operation.sessions)
 
-    def _ready_forwards(self) -> list[_Queued]:
+    def _ready_forwards(self) -> list[Queued]:
         sessions = self._sessions
         return [each for ticket, each in self._forwards.items() if sessions[each.operation.session].queue[0] == ticket]
 
@@ -294,11 +252,11 @@ class Scheduler:
             for each in self._sessions.values()
         )
 
-    def _rank(self, lane: _Lane, now_s: float) -> int:
+    def _rank(self, lane: Lane, now_s: float) -> int:
         """The rank of a lane that waits."""
         return self._policy.rank(lane.priority, self._since_s[lane], now_s)
 
-    def _in_turn(self, ready: Sequence[_Queued], now_s: float) -> Iterator[tuple[int, _Queued]]:
+    def _in_turn(self, ready: Sequence[Queued], now_s: float) -> Iterator[tuple[int, Queued]]:
         """The forwards in their order, each with its rank. A lane that has waited for long has a better rank.
 
         To order those after it, each counts as given to its end.
@@ -308,11 +266,11 @@ class Scheduler:
                 yield self._rank(each.lane, now_s), each
             return
         turns = Turns(self._counters)
-        lanes: dict[_Lane, deque[_Queued]] = {}
+        lanes: dict[Lane, deque[Queued]] = {}
         for queued in ready:
             lanes.setdefault(queued.lane, deque()).append(queued)
 
-        def turn(lane: _Lane) -> tuple[int, tuple[int, int], int, _Lane]:
+        def turn(lane: Lane) -> tuple[int, tuple[int, int], int, Lane]:
             return self._rank(lane, now_s), turns.given(lane.client), lanes[lane][0].ticket, lane
 
         order = [turn(lane) for lane in lanes]
@@ -330,7 +288,7 @@ class Scheduler:
                 heappop(order)
             yield now[0], queued
 
-    def _choose_decodes(self, ready: Sequence[_Queued], now_s: float) -> dict[int, Slice]:
+    def _choose_decodes(self, ready: Sequence[Queued], now_s: float) -> dict[int, Slice]:
         """Slices of decodes, up to the most positions that a batch takes."""
         chosen: dict[int, Slice] = {}
         positions = self._policy.decodes
@@ -342,7 +300,7 @@ class Scheduler:
             positions -= length
         return chosen
 
-    def _choose_prefills(self, ready: Sequence[_Queued], now_s: float) -> dict[int, Slice]:
+    def _choose_prefills(self, ready: Sequence[Queued], now_s: float) -> dict[int, Slice]:
         """The prefill positions that there is time for, through all blocks; or more of them through a few blocks.
 
         Those few are blocks of the forward that is next. Others of no lower rank join it while a position gets cheaper.
@@ -387,7 +345,7 @@ class Scheduler:
             least = policy.least_prefill
         return 0 if budget < least else min(budget, most)
 
-    def _through_all_blocks(self, in_turn: Iterable[tuple[int, _Queued]], most: int, budget: int) -> dict[int, Slice]:
+    def _through_all_blocks(self, in_turn: Iterable[tuple[int, Queued]], most: int, budget: int) -> dict[int, Slice]:
         """Forwards in turn. None is begun in vain: once there is enough for one batch, a forward that would not be done
         with it waits for the next. So the rows of a large batch leave for the next server one by one.
         """
@@ -405,7 +363,7 @@ class Scheduler:
                 budget -= length * len(queued.span)
         return chosen
 
-    def _charge(self, queued: _Queued, chosen: Slice, now_s: float) -> None:
+    def _charge(self, queued: Queued, chosen: Slice, now_s: float) -> None:
         """Count a slice as given to its client. A lane keeps its rank until positions of it are computed."""
         self._counters.charge(queued.lane.client, chosen.length * len(chosen.blocks(queued.span)))
         if chosen.end is None:
