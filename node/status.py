@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from llmnode.core.route import uncovered
@@ -32,6 +34,8 @@ class ServerReport:
     """The time from a question to its answer, once connected."""
     figures: ServerFigures | None = None
     """The prediction for the server, beside what it does, if it tells them."""
+    at_s: float = 0.0
+    """When it came, by the clock of the one who asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,11 @@ class ModelStatus:
     answers: Mapping[PeerId, ServerReport]
 
     @property
+    def key(self) -> tuple[str, str]:
+        """What tells it from others, also in a later look."""
+        return self.digest, self.dtype
+
+    @property
     def holes(self) -> list[Span]:
         """Blocks that no server computes now."""
         return uncovered(self.blocks, [each.offer.span for each in online(self.servers)])
@@ -55,6 +64,35 @@ class ModelStatus:
         """Those of the servers that told some."""
         answers = {each.peer: self.answers.get(each.peer) for each in self.servers}
         return {peer: each.figures for peer, each in answers.items() if each is not None and each.figures is not None}
+
+    def tokens_per_s(self, before: ModelStatus | None) -> dict[PeerId, float]:
+        """The positions a second that servers have computed since an earlier look, prompts among them.
+
+        It has those that answered both times, and have not started anew meanwhile.
+        """
+        found = {}
+        for peer, answer in self.answers.items() if before is not None else ():
+            earlier = before.answers.get(peer)
+            if earlier is None or answer.at_s <= earlier.at_s:
+                continue
+            positions = answer.description.positions - earlier.description.positions
+            if positions >= 0:
+                found[peer] = positions / (answer.at_s - earlier.at_s)
+        return found
+
+    def whole_tokens_per_s(self, before: ModelStatus | None) -> float | None:
+        """Those that went through all blocks: the sum over the servers of the block that has the least.
+
+        None if a block has no server, or a server did not answer both times.
+        """
+        servers, rates = online(self.servers), self.tokens_per_s(before)
+        if self.holes or any(each.peer not in rates for each in servers):
+            return None
+        changes: defaultdict[int, float] = defaultdict(float)  # of the sum, from this block on
+        for each in servers:
+            changes[each.offer.span.start] += rates[each.peer]
+            changes[each.offer.span.end] -= rates[each.peer]
+        return min(accumulate(changes[block] for block in sorted(changes) if block < self.blocks))
 
 
 def by_model(announcements: Sequence[Announcement], answers: Mapping[PeerId, ServerReport]) -> list[ModelStatus]:
@@ -74,8 +112,14 @@ def by_model(announcements: Sequence[Announcement], answers: Mapping[PeerId, Ser
     ]
 
 
-def as_json(models: Sequence[ModelStatus], unread: int, now_ms: int) -> dict[str, Any]:  # Any: JSON
+def as_json(
+    models: Sequence[ModelStatus], unread: int, now_ms: int, before: Sequence[ModelStatus] = ()
+) -> dict[str, Any]:  # Any: JSON
+    """What `llmnode status` shows. `before` is an earlier look, for the work of servers since then."""
+    earlier = {each.key: each for each in before}
+    rates = {model.key: model.tokens_per_s(earlier.get(model.key)) for model in models}
     return {
+        "at_ms": now_ms,
         "unread": unread,
         "models": [
             {
@@ -84,7 +128,11 @@ def as_json(models: Sequence[ModelStatus], unread: int, now_ms: int) -> dict[str
                 "dtype": model.dtype,
                 "blocks": model.blocks,
                 "holes": [[hole.start, hole.end] for hole in model.holes],
-                "servers": [_server_json(each, model, now_ms) for each in model.servers],
+                "tokens_per_s": model.whole_tokens_per_s(earlier.get(model.key)),
+                "servers": [
+                    _server_json(each, model, now_ms) | {"tokens_per_s": rates[model.key].get(each.peer)}
+                    for each in model.servers
+                ],
             }
             for model in models
         ],
@@ -107,6 +155,7 @@ def _server_json(each: Announcement, model: ModelStatus, now_ms: int) -> dict[st
         "addresses": list(each.addresses),
         "blocks": [offer.span.start, offer.span.end],
         "state": str(offer.state),
+        "moves_to": None if offer.moves_to is None else [offer.moves_to.start, offer.moves_to.end],
         "block_us": offer.block_us,
         "announced_tokens_per_s": offer.speed.tokens_per_s or None,
         "kv_tokens": offer.kv_tokens,

@@ -167,6 +167,21 @@ def _check_figures(nodes: list[Any], peers: list[str]) -> None:
     assert nodes[0].next_event("figures")["measured_memory_bytes"] > 100 << 20
 
 
+def test_who_watches_a_swarm_sees_what_it_does_until_he_stops(nodes: list[Any], peers: list[str]) -> None:
+    command = [*LLMNODE, "status", "--watch", "--every", "0.5", "--json", "--peers", *peers]
+    with Forked(command, stdout=subprocess.PIPE, text=True) as watching:
+        assert watching.stdout is not None
+        looks = map(json.loads, watching.stdout)
+        assert next(looks)["models"][0]["tokens_per_s"] is None, "nothing is known at first"
+        in_process.llmnode("generate", "--max-new-tokens", "40", "--peers", *peers)
+        seen = next(look["models"][0] for look in looks if look["models"][0]["tokens_per_s"])
+        assert len(seen["servers"]) == len(nodes)
+        assert all(each["tokens_per_s"] >= seen["tokens_per_s"] for each in seen["servers"])
+        watching.send_signal(signal.SIGINT)
+        watching.communicate(timeout=20)
+    assert watching.returncode == 0
+
+
 def test_a_plan_without_a_swarm_says_what_to_name() -> None:
     done = _run(*LLMNODE, "plan", "--no-mdns")
     assert done.returncode == 2

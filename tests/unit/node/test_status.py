@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -12,7 +13,9 @@ from llmnode.core.ids import PeerId
 from llmnode.core.model import Precision, Profile
 from llmnode.core.server_figures import ServerFigures
 from llmnode.core.span import Span
-from llmnode.node.commands.status import BESIDE_BAR, LEAST_BAR, _figures_table, _show, _table
+from llmnode.node.cli import main
+from llmnode.node.commands.status import _show
+from llmnode.node.commands.status_tables import BESIDE_BAR, LEAST_BAR, figures_table, status_table, watch_table
 from llmnode.node.status import ModelStatus, ServerReport, as_json, figures_line
 from llmnode.wire.messages import Description
 from unit.streams import streams
@@ -42,7 +45,7 @@ def test_a_table_of_busy_servers_is_not_cut_short(columns: int) -> None:
     model = ModelStatus(MODEL, "d", "float32", 30, [busy, silent], {busy.peer: ServerReport(answer, True, 123_456)})
     console = Console(width=columns, file=io.StringIO(), color_system=None)
     with console.capture() as captured:
-        console.print(_table(model, max(LEAST_BAR, columns - BESIDE_BAR)))
+        console.print(status_table(model, max(LEAST_BAR, columns - BESIDE_BAR)))
     printed = captured.get()
     assert "…" not in printed
     for shown in [
@@ -91,7 +94,7 @@ def test_the_prediction_for_a_server_is_shown_beside_what_it_does() -> None:
     model = ModelStatus(MODEL, "d", "float32", 30, [busy, idle], answers)
     console = Console(width=80, file=io.StringIO(), color_system=None)
     with console.capture() as captured:
-        console.print(_figures_table(model.figures))
+        console.print(figures_table(model.figures))
     rows = [line.split() for line in captured.get().splitlines()[2:]]
     assert rows == [
         ["T5CStntA", "2.5", "44.0", "40.0", "+10%", "900", "1000", "-10%"],
@@ -112,4 +115,79 @@ def test_the_prediction_for_a_server_is_shown_beside_what_it_does() -> None:
 
 
 def test_programs_are_told_how_many_announcements_cannot_be_read() -> None:
-    assert as_json([], 3, 0) == {"unread": 3, "models": []}
+    assert as_json([], 3, 7) == {"at_ms": 7, "unread": 3, "models": []}
+
+
+def looked_at(seconds: float, positions: dict[str, int | None], *spans: Span) -> ModelStatus:
+    """A look at servers A, B, ... of these spans. Those without positions have not answered."""
+    servers = [
+        announcement(f"T5CStnt{name}", span, PeerState.ONLINE) for name, span in zip(positions, spans, strict=True)
+    ]
+    none = dict.fromkeys(Description.__dataclass_fields__, 0)
+    answers = {
+        each.peer: ServerReport(Description(**none | {"positions": done, "sessions": 3}), False, 1, at_s=seconds)
+        for each, done in zip(servers, positions.values(), strict=True)
+        if done is not None
+    }
+    return ModelStatus(MODEL, "d", "float32", 30, servers, answers)
+
+
+SPANS = Span(0, 20), Span(10, 30), Span(0, 30)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "rates", "whole"),
+    [
+        ((0, 10, 100), (20, 40, 104), (10.0, 15.0, 2.0), 12.0),
+        ((0, 10, 100), (20, 40, None), (10.0, 15.0, None), None),  # it does not answer now
+        ((None, 10, 100), (20, 40, 104), (None, 15.0, 2.0), None),  # nor did this one before
+        ((0, 10, 100), (20, 9, 104), (10.0, None, 2.0), None),  # it has started anew
+    ],
+)
+def test_a_look_after_another_tells_what_servers_and_all_blocks_did_meanwhile(
+    before: tuple[int | None, ...], now: tuple[int | None, ...], rates: tuple[float | None, ...], whole: float | None
+) -> None:
+    first, then = (
+        looked_at(at_s, dict(zip("ABC", done, strict=True)), *SPANS) for at_s, done in ((5.0, before), (7.0, now))
+    )
+    assert [then.tokens_per_s(first).get(each.peer) for each in then.servers] == [*rates]
+    assert then.whole_tokens_per_s(first) == whole
+    told = as_json([then], 0, 0, [first])["models"][0]
+    assert [each["tokens_per_s"] for each in told["servers"]] == [*rates]
+    assert told["tokens_per_s"] == whole
+    assert then.tokens_per_s(None) == {} and then.whole_tokens_per_s(None) is None, "nothing is known at first"
+
+
+def test_blocks_that_nobody_serves_have_no_throughput() -> None:
+    first, then = (looked_at(float(at_s), {"A": at_s, "B": at_s}, Span(0, 10), Span(20, 30)) for at_s in (1, 2))
+    assert then.whole_tokens_per_s(first) is None
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_the_table_of_what_servers_do_now_is_not_cut_short(columns: int) -> None:
+    first, then = (
+        looked_at(float(at_s), {"A": 12_345 * at_s, "B": None}, Span(0, 12), Span(15, 30)) for at_s in (1, 2)
+    )
+    moving = replace(then.servers[1], offer=replace(then.servers[1].offer, moves_to=Span(12, 27), load=12.34))
+    then = replace(then, servers=[then.servers[0], moving])
+    console = Console(width=columns, file=io.StringIO(), color_system=None)
+    with console.capture() as captured:
+        console.print(watch_table(then, first, max(LEAST_BAR, columns - BESIDE_BAR)))
+    printed = captured.get()
+    assert "…" not in printed
+    rows = [[part for part in line.split() if not set(part) <= {*"█·╳"}] for line in printed.splitlines()[3:]]
+    assert rows == [
+        ["T5CStntA", "[0,", "12)", "online", "12345.0", "-", "3", "0", "0.0", "direct", "1"],
+        ["T5CStntB", "[15,", "30)", "→", "[12,", "27)", "-", "12.3", "-", "32768", "-", "none", "1"],
+        ["nobody", "[12,", "15)"],
+    ]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--every", "1"], ["--watch", "--every", "0"], ["--watch", "--every", "nan"], ["--watch", "--every", "inf"]],
+)
+def test_a_wrong_interval_is_refused_before_anybody_is_asked(options: list[str]) -> None:
+    with streams(io.StringIO(), err := io.StringIO()):
+        assert main(["status", "--peers", "/ip4/203.0.113.7/tcp/1", *options]) == 2
+    assert "--every" in err.getvalue()
