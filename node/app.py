@@ -172,6 +172,7 @@ async def open_node(
                 measure=measure_for(config),
                 measure_beside=measure_for(config, keeps=False),
             )
+            role.stays = not config.rebalance or ":" in config.blocks
             figures = OwnFigures(role, server, source, base_bytes)
             server.figures = figures.now
             node = RunningNode(network, model, swarm, server, role, source, figures, way_in.key is not None)
@@ -184,7 +185,7 @@ async def open_node(
                 serves.set()
                 nursery.start_soon(node.follow_addresses, report_addresses)
                 nursery.start_soon(keep_measuring, role, swarm, network)
-                if config.rebalance and ":" not in config.blocks:
+                if not role.stays:
                     nursery.start_soon(rebalance, network.peer, role, swarm, report)
                 yield node
                 await role.leave()

@@ -102,6 +102,8 @@ class Role:
         """That of the latest worker."""
         self.learns = True
         """The times of sessions replace the first measurement. False for a simulated liar."""
+        self.stays = False
+        """The swarm is told that the node moves to no other blocks."""
         self.network = NetworkSpeed()
         """The latest measurement."""
         self._error: Exception | None = None
@@ -145,6 +147,7 @@ class Role:
             load=None if worker is None else worker.load,
             speed=announced_speed(compute, self.network, blocks, self.model.row_bytes, ProbePolicy().next_peers),
             moves_to=moves_to(self.state),
+            stays=self.stays,
             adapters=tuple(self._server.own_adapters),
         )
 

@@ -66,6 +66,8 @@ class Offer:
     """A session holds a multiple of this number of positions."""
     load: float | None = None
     """The steps that it computes, or has waiting, at a time, on average lately. None if it does not say."""
+    stays: bool = False
+    """Its user has chosen its blocks: it moves to no others."""
 
     def in_pages(self, positions: int) -> int:
         """The positions that a session holds at this peer if it needs this number of them."""
@@ -88,9 +90,12 @@ class Offer:
     @property
     def further_block_s(self) -> float:
         """The time that each further decode adds to one block of a forward, by what is announced of one session and of
-        `SHARED_SESSIONS`; 0 while one of the two is not known.
+        `SHARED_SESSIONS`. A server that has not measured many sessions is taken to be as slow with each as with the
+        first: nobody is to gain by not measuring. 0 while nothing is known.
         """
-        if not self.block_us or not self.speed.tokens_per_s:
+        if not self.speed.tokens_per_s:
+            return self.block_us / 1e6
+        if not self.block_us:
             return 0.0
         batch_s = SHARED_SESSIONS / (self.speed.tokens_per_s * len(self.span))
         return max(0.0, batch_s - self.block_us / 1e6) / (SHARED_SESSIONS - 1)

@@ -304,6 +304,7 @@ class World:
             own = self._adapters[name]
             server = Server(life.network, model, self._serve_policy, life.swarm, pushes, own, on_bug=raise_bug)
             role = Role(source, self.model, span, server, life.swarm, measure=measure)
+            role.stays = report_move is None
             role.learns = False
             node = ServingNode(name, life.network, life.pool, life.swarm, life.scope, source, server, role)
             await nursery.start(role.run)

@@ -113,6 +113,7 @@ def _fields_of(announcement: Announcement) -> AnnouncementBody:
         adapters=[[each.name, bytes(each.digest), each.rank] for each in offer.adapters] or None,
         kv_page=None if offer.kv_page == 1 else offer.kv_page,
         load_percent=None if offer.load is None else round(100 * offer.load),
+        stays=1 if offer.stays else None,
     )
 
 
@@ -150,6 +151,7 @@ def unpack_announcement(body: Buffer, signature: Buffer) -> SignedAnnouncement:
         adapters=tuple(AnnouncedAdapter(name, AdapterId(digest), rank) for name, digest, rank in fields.adapters or []),
         kv_page=fields.kv_page or 1,
         load=None if fields.load_percent is None else fields.load_percent / 100,
+        stays=fields.stays is not None,
     )
     announcement = Announcement(
         PeerId(fields.peer), tuple(fields.addresses), fields.sequence, fields.expires_ms, fields.software, offer

@@ -281,6 +281,8 @@ class AnnouncementBody:
     """Adapters that the peer holds for its blocks: a name, a digest and a rank of each."""
     kv_page: OptionalCount = None
     load_percent: OptionalU32 = None
+    stays: OptionalCount = None
+    """1 if the peer's user has chosen its blocks."""
 
 
 Extended: TypeAlias = Description | OpenRequest | Neighbours | Pass

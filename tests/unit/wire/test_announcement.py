@@ -180,6 +180,16 @@ def test_a_load_is_announced_and_is_unknown_where_nothing_is_said(load: float) -
         unpack_announcement(body, b"s" * 64)
 
 
+def test_a_server_announces_that_it_moves_to_no_other_blocks() -> None:
+    one = signed(offer=replace(OFFER, stays=True))
+    assert unpack_announcement(one.signed.body, one.signed.signature).announcement.offer.stays
+    assert not signed().announcement.offer.stays and "stays" not in msgpack.unpackb(signed().signed.body)
+    for wrong in (0, -1, "1", True):
+        body = msgpack.packb({**msgpack.unpackb(one.signed.body), "stays": wrong})
+        with pytest.raises(RemoteProtocolError, match="stays"):
+            unpack_announcement(body, b"s" * 64)
+
+
 more = st.recursive(
     st.none() | st.integers(-(2**63), 2**64 - 1) | st.text(max_size=9) | st.binary(max_size=9) | st.booleans(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner, max_size=3),

@@ -53,7 +53,13 @@ def counted(
     counting = [(peer, offer) for peer, offer, age_s in offers if age_s < patience_s.get(offer.state, 0.0)]
     said = said_speeds([offer for _, offer in counting], policy)
     servers = [
-        PlacedServer(peer, offer.span, one_speed(speed, len(offer.span)), online=offer.state is PeerState.ONLINE)
+        PlacedServer(
+            peer,
+            offer.span,
+            one_speed(speed, len(offer.span)),
+            online=offer.state is PeerState.ONLINE,
+            movable=not offer.stays,
+        )
         for (peer, offer), speed in zip(counting, said, strict=True)
     ]
     return believed(servers, policy)

@@ -80,6 +80,20 @@ def _worthwhile(search: _Search, policy: PlanPolicy) -> tuple[Plan, float]:
     return Plan(moves[:kept], now, best if kept else now), worth
 
 
+def helps_alone(speeds: Sequence[float], mover: PlacedServer, wanted: Span, plan: Plan) -> bool:
+    """Whether a move of `plan` is worth making by itself, though those before it were not made.
+
+    It is if the slowest block, of those that have these `speeds` now, gets no slower, and all that are slower than the
+    plan makes them get nearer to it.
+    """
+    after, target = [*speeds], plan.then_tokens_per_s
+    for span, change in ((mover.span, -mover.speed), (wanted, mover.at(wanted).speed)):
+        for block in range(span.start, span.end):
+            after[block] += change
+    deficits = [sum(max(0.0, target - speed) ** 3 for speed in each) for each in (speeds, after)]
+    return min(after) >= min(speeds) * (1 - NOTHING) and deficits[1] < deficits[0]
+
+
 def place_newcomer(blocks: int, servers: Iterable[PlacedServer], speeds: tuple[float, ...], policy: PlanPolicy) -> Span:
     """The span for a node that joins with these `speeds`. Nobody else moves for it."""
     if not 1 <= len(speeds) <= blocks:

@@ -41,6 +41,8 @@ class RebalancePolicy:
     """The share by which these times vary: nodes that joined together do not decide together."""
     turn_s: float = 20.0
     """The node whose move comes n-th in the plan waits n times this long. If those before it do not move, it does."""
+    unmoved_s: float = 300.0
+    """A server whose move is the plan's first for this long, and that does not make it, is taken to stay."""
     rest_s: float = 120.0
     """After a move a node makes no other one for this long, unless nobody serves some block."""
     loading_share: float = 0.1

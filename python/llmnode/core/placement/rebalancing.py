@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from llmnode.core.placement.paper import better_span
-from llmnode.core.placement.plan import plan_moves
+from llmnode.core.placement.plan import helps_alone, plan_moves
 from llmnode.core.placement.policy import PlanPolicy, RebalancePolicy
 from llmnode.core.placement.servers import block_speeds
 
@@ -143,14 +143,17 @@ class Rebalancer:
             return servers
         return [replace(each, movable=each.movable and each.peer not in self._stays) for each in servers]
 
-    def _note_first(self, peer: PeerId | None, now_s: float) -> None:
-        """A server that is to move first, and does not for long while there is a gap, stays: its user wants it so."""
+    def _note_first(self, peer: PeerId | None, now_s: float, *, gap: bool) -> None:
+        """A server that is to move first, and does not for long, stays: its user wants it so, or it is not there.
+
+        While there is a gap, that is not as long.
+        """
         if peer is None or peer == self._me:
             self._first = None
         elif self._first is None or self._first[0] != peer:
             self._first = peer, now_s
-        elif now_s >= self._first[1] + 2 * self._policy.turn_s:
-            self._stays[peer] = now_s + self._policy.absent_s
+        elif now_s >= self._first[1] + (2 * self._policy.turn_s if gap else self._policy.unmoved_s):
+            self._stays[peer] = now_s + self._policy.failed_s
             self._first = None
 
     def _many_load(self, servers: Sequence[PlacedServer]) -> bool:
@@ -158,9 +161,13 @@ class Rebalancer:
         return loading > max(1, int(self._policy.loading_share * len(servers)))
 
     def _planned(self, servers: Sequence[PlacedServer], now_s: float, *, gap: bool) -> Span | None:
-        """The node's own move in the plan, once it is its turn. While there is a gap all moves begin together."""
-        moves = self._plan(self._as_they_move(servers, now_s)).moves
-        self._note_first(moves[0].peer if moves and gap else None, now_s)
+        """The node's own move in the plan, once it is its turn. While there is a gap all moves begin together.
+
+        If moves before it have not been made by then, it must help without them.
+        """
+        plan = self._plan(self._as_they_move(servers, now_s))
+        moves = plan.moves
+        self._note_first(moves[0].peer if moves else None, now_s, gap=gap)
         turn = next((turn for turn, move in enumerate(moves) if move.peer == self._me), None)
         if turn is None:
             self._waits_since_s = None
@@ -168,7 +175,9 @@ class Rebalancer:
         if self._waits_since_s is None:
             self._waits_since_s = now_s
         if gap or now_s >= self._waits_since_s + turn * self._policy.turn_s:
-            span = moves[turn].span
+            span, mine = moves[turn].span, next(each for each in servers if each.peer == self._me)
+            if turn and not gap and not helps_alone(self._speeds(servers), mine, span, plan):
+                return None
             return span if self._failed.get(span, now_s) <= now_s else None
         return None
 
