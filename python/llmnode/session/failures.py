@@ -46,9 +46,6 @@ class LetGo(PeerRefused):
 class Outdone(PeerError):
     """No peer has failed: a hop was left since it is slow, and others are believed to be much faster."""
 
-    def __init__(self, position_s: float) -> None:
-        super().__init__(f"takes {position_s:.1f} s for a position, which is much longer than it says")
-
 
 def wants_kv(failure: PeerError) -> bool:
     """Whether the peer has no KV for the session now, and may have some later."""

@@ -15,8 +15,9 @@ from llmnode.core.ids import Step
 from llmnode.core.span import Span
 from llmnode.errors import ConfigError, PeerUnreachable, SessionClosed, single_error
 from llmnode.session.chunk_run import run_chunks
-from llmnode.session.failures import LetGo, Outdone
+from llmnode.session.failures import LetGo
 from llmnode.session.hop import SessionHop
+from llmnode.session.leaving import Leaving
 from llmnode.session.relay_gate import RelayGate
 from llmnode.wire.payload import payload_bytes
 from llmnode.wire.session_state import SessionState
@@ -55,8 +56,7 @@ class SessionHops:
         self.is_busy = False
         """A step or the like is under way."""
         self._gate = RelayGate(terms.policy.relayed)
-        self._left = 0
-        """The hops that were too slow, and were left."""
+        self._leaving = Leaving(terms, tools)
 
     @property
     def hops(self) -> Sequence[SessionHop]:
@@ -99,27 +99,9 @@ class SessionHops:
         if any(hop.pushing.has_failed for hop in self.hops):
             await self.tell_neighbours()
 
-    async def leave_slow(self) -> None:
-        """Raises Outdone, the failure of a hop that is much slower than it says, if others are known to be faster.
-
-        Nothing is under way. While a spot check asks the hop, it stays.
-        """
-        checks = self.tools.spot_checks
-        for hop in self.hops if checks is None or not checks.is_busy else ():
-            if not hop.is_leased and hop.overtime.total_s >= self.terms.policy.standing.slow_total_s * 2**self._left:
-                await self._leave_if_others_are_faster(hop)
-
-    async def _leave_if_others_are_faster(self, hop: SessionHop) -> None:
-        finder, position_s, position = self.tools.finder, hop.overtime.position_s, self.state.position
-        hop.overtime.forget()
-        left = self.terms.max_length - position
-        if finder is None or hop.word is None or left * position_s < position * hop.word.position_s:
-            return  # the replay would take longer
-        await finder.note_slow(hop.hop.span, [hop.hop.peer])
-        beside = {each.hop.peer for each in self.hops if each is not hop}
-        if finder.is_outdone(hop.hop, position_s, self.terms.max_length, beside=beside, at_once=position):
-            self._left += 1
-            raise hop.blame(Outdone(position_s))
+    async def leave_outdone(self) -> None:
+        """Raises Outdone, the failure of a hop that others outdo by far. Nothing is under way."""
+        await self._leaving.leave_outdone(self.hops, self.state.position)
 
     async def copy_from(self, source: SessionHops) -> None:
         """Be a copy of `source`, at its peers. A hop that does not make the copy is lost.

@@ -288,7 +288,7 @@ class InferenceSession:
                         raise lost.failure or LocalProtocolError("a lost hop has failed")
                     await self._hops.settle()
                     await self._hops.switch_to_direct()
-                    await self._hops.leave_slow()
+                    await self._hops.leave_outdone()
                     await work()
                     if failures is not None:
                         self._got_through(failures)
