@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from llmnode.node.serve.speed_cache import Measure
     from llmnode.ports import WorkerSource
 
+MOST_PERCENT = 1000
 THREAD, PROCESS = "thread", "process"
 WORKERS = (THREAD, PROCESS)
 
@@ -72,6 +73,8 @@ class NodeConfig:
     - `blocks`: START:END, a number of blocks, or "auto" for all that fit into memory; the node then chooses the blocks
       that the swarm needs most.
     - `rebalance`: the node moves to other blocks when the swarm needs it there more, unless START:END names its blocks.
+    - `paper_rule`: it moves by the rule of the Petals paper, for this many percent more throughput, and not by the plan
+      that all servers share.
     - `peers`: addresses of servers or relays.
     - `swarm_key`: an invite to a private swarm, which names peers too, as text or read; or the file of its key.
     - `announce`: the addresses at which others reach the node, if it does not listen there itself, for example behind
@@ -97,6 +100,7 @@ class NodeConfig:
     model: str | None = None
     blocks: str = "auto"
     rebalance: bool = True
+    paper_rule: float | None = None
     peers: Sequence[str] = ()
     listen: Sequence[str] = (LISTEN_ANY_LOOPBACK,)
     announce: Sequence[str] = ()
@@ -186,7 +190,8 @@ async def open_node(
                 nursery.start_soon(node.follow_addresses, report_addresses)
                 nursery.start_soon(keep_measuring, role, swarm, network)
                 if not role.stays:
-                    nursery.start_soon(rebalance, network.peer, role, swarm, report)
+                    gain = None if config.paper_rule is None else config.paper_rule / 100
+                    nursery.start_soon(partial(rebalance, network.peer, role, swarm, report, paper_gain=gain))
                 yield node
                 await role.leave()
                 nursery.cancel_scope.cancel()
@@ -348,6 +353,8 @@ def check(config: NodeConfig) -> None:
         parse_span(config.blocks)
     elif config.blocks != AUTO and not re.fullmatch("[0-9]{1,9}", config.blocks):
         raise ConfigError(f"--blocks {config.blocks!r}: write START:END (as 0:10), a number of blocks, or {AUTO}")
+    if config.paper_rule is not None and not 0 <= config.paper_rule <= MOST_PERCENT:
+        raise ConfigError(f"--paper-rule {config.paper_rule:g}: give 0 to {MOST_PERCENT} percent")
     if config.kv_memory is not None:
         parse_memory(config.kv_memory, "--kv-memory")
     check_number(config.adapters)

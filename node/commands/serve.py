@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from llmnode.node.running_node import RunningNode
 
 
+PAPER_PERCENT = 20.0
+
+
 def add(commands: Commands) -> None:
     parser = add_command(
         commands,
@@ -52,6 +55,15 @@ def add(commands: Commands) -> None:
         action=argparse.BooleanOptionalAction,
         help="move to other blocks when the swarm needs this server more there; a server with --blocks START:END stays "
         "(default: on for --blocks N and --blocks auto)",
+    )
+    parser.add_argument(
+        "--paper-rule",
+        nargs="?",
+        type=float,
+        const=PAPER_PERCENT,
+        metavar="PERCENT",
+        help="move by the rule of the Petals paper instead of by the plan that all servers share: when the swarm would "
+        f"have this much more throughput (default {PAPER_PERCENT:g})",
     )
     add_peers(parser, "servers or relays of the swarm to join", invite=False)
     add_mdns(
@@ -104,6 +116,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             f"--rebalance: a server with --blocks {arguments.blocks} stays there; give --blocks N, or --blocks auto"
         )
+    if arguments.paper_rule is not None and (arguments.rebalance is False or ":" in (arguments.blocks or "")):
+        raise ConfigError(
+            "--paper-rule says when this server moves; give --blocks N or --blocks auto, without --no-rebalance"
+        )
     if arguments.verbose:
         log_to_stderr()
     config = worker_config(arguments)
@@ -118,6 +134,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = replace(
         config,
         rebalance=arguments.rebalance is not False,
+        paper_rule=arguments.paper_rule,
         listen=listening.listen,
         mdns=listening.mdns,
         announce=arguments.announce or [],

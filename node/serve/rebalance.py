@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import random
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import trio
 
+from llmnode.core.placement.policy import RebalancePolicy
 from llmnode.core.placement.rebalancing import Rebalancer
 from llmnode.core.serving.node_life import Moving, Online
 from llmnode.errors import AdapterError, ConfigError, ModelError, PeerError, PeerRefused, WorkerLost
@@ -17,7 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from llmnode.core.ids import PeerId
-    from llmnode.core.placement.policy import RebalancePolicy
     from llmnode.core.placement.rebalancing import Decision
     from llmnode.node.serve.role import Role
     from llmnode.swarm.membership import Swarm
@@ -37,10 +38,15 @@ async def rebalance(
     report: Callable[[str], None] = lambda _line: None,
     policy: RebalancePolicy | None = None,
     rng: random.Random | None = None,
+    paper_gain: float | None = None,
 ) -> None:
-    """Move now and then, until cancelled. `report` is told of each move in a line."""
-    model = role.model
-    rebalancer = Rebalancer(me, model.blocks, rng or random.Random(), policy)
+    """Move now and then, until cancelled. `report` is told of each move in a line.
+
+    With `paper_gain` the node moves by the paper's rule, for this share more throughput.
+    """
+    model, policy = role.model, policy or RebalancePolicy()
+    policy = policy if paper_gain is None else replace(policy, paper_gain=paper_gain)
+    rebalancer = Rebalancer(me, model.blocks, rng or random.Random(), policy, by_paper=paper_gain is not None)
     while True:
         if await _sees_new_gap(rebalancer, role, swarm) or not isinstance(role.state, Online):
             continue  # while there is a gap, the pause is shorter

@@ -87,6 +87,8 @@ def test_a_benchmark_gets_every_word_after_bench(monkeypatch: pytest.MonkeyPatch
         (["generate", "--peers", PEER, "--quant", "int4"], "argument --quant: invalid choice: 'int4'"),
         (["serve", "--blocks", "0:5", "--threads", "0"], "--threads 0: give at least 1"),
         (["serve", "--blocks", "0:5", "--kv-tokens", "-1"], "--kv-tokens -1: give at least 1"),
+        (["serve", "--blocks", "0:5", "--paper-rule"], "--paper-rule says when this server moves"),
+        (["serve", "--blocks", "5", "--paper-rule", "nan"], "--paper-rule nan: give 0 to 1000 percent"),
         (["serve", "--blocks", "0:5", "--rebalance"], "--rebalance: a server with --blocks 0:5 stays there; give"),
         (["serve", "--blocks", "0:5", "--announce", "here"], "write where others reach you, as /ip4/ADDRESS/tcp/PORT"),
         (["relay", "--announce", "/ip4/0.0.0.0/tcp/4001"], "nobody can dial 0.0.0.0; write where others reach you"),
