@@ -51,7 +51,7 @@ class ModelStatus:
 
     @property
     def key(self) -> tuple[str, str]:
-        """What tells it from others, also in a later look."""
+        """It names the model in every look."""
         return self.digest, self.dtype
 
     @property
@@ -115,7 +115,7 @@ def by_model(announcements: Sequence[Announcement], answers: Mapping[PeerId, Ser
 def as_json(
     models: Sequence[ModelStatus], unread: int, now_ms: int, before: Sequence[ModelStatus] = ()
 ) -> dict[str, Any]:  # Any: JSON
-    """What `llmnode status` shows. `before` is an earlier look, for the work of servers since then."""
+    """The JSON has what `llmnode status` shows. `before` is an earlier look, for the work of servers since then."""
     earlier = {each.key: each for each in before}
     rates = {model.key: model.tokens_per_s(earlier.get(model.key)) for model in models}
     return {

@@ -24,7 +24,7 @@ STYLES = {"online": "green", "joining": "yellow"}
 
 
 def status_table(model: ModelStatus, bar_columns: int) -> Table:
-    """What the servers hold, and have done since they started."""
+    """The table shows what the servers hold, and have done since they started."""
     table = _begun(model)
     measured = ("ms per\nblock", "free\nKV", "steps", "direct\nin/out", "kB/token\nin/out", "link", "RTT\nms")
     for column in measured:
@@ -42,7 +42,7 @@ def status_table(model: ModelStatus, bar_columns: int) -> Table:
 
 
 def watch_table(model: ModelStatus, before: ModelStatus | None, bar_columns: int) -> Table:
-    """What the servers do now. `before` is an earlier look at the same model; None if there is none."""
+    """The table shows what the servers do now. `before` is an earlier look at the same model; None if there is none."""
     from rich.markup import escape
 
     table, rates = _begun(model), model.tokens_per_s(before)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Leaving:
-    """That of one session. Each time that it leaves a hop, it waits twice as long before it leaves another one."""
+    """That of one session. Its waits double with each hop that it leaves."""
 
     def __init__(self, terms: SessionTerms, tools: SessionTools) -> None:
         self._terms = terms
@@ -28,7 +28,7 @@ class Leaving:
         """When it looks for better hops next."""
 
     async def leave_outdone(self, hops: Sequence[SessionHop], position: int) -> None:
-        """Raises Outdone, the failure of a hop, if others are known to be so much faster that it is worth the replay.
+        """Raises Outdone, the failure of a hop, if others are known to be faster by the factors of `StandingPolicy`.
 
         Nothing is under way. While a spot check asks hops, they stay.
         """

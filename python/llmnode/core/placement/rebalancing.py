@@ -146,7 +146,7 @@ class Rebalancer:
     def _note_first(self, peer: PeerId | None, now_s: float, *, gap: bool) -> None:
         """A server that is to move first, and does not for long, stays: its user wants it so, or it is not there.
 
-        While there is a gap, that is not as long.
+        While there is a gap, two turns are long enough.
         """
         if peer is None or peer == self._me:
             self._first = None

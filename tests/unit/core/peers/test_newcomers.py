@@ -1,4 +1,4 @@
-"""What a peer costs that has not served this client yet, beside others that have."""
+"""A peer that has not served this client yet has a cost that follows from those of others that have."""
 
 from __future__ import annotations
 
