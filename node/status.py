@@ -70,8 +70,10 @@ class ModelStatus:
 
         It has those that answered both times, and have not started anew meanwhile.
         """
+        if before is None:
+            return {}
         found = {}
-        for peer, answer in self.answers.items() if before is not None else ():
+        for peer, answer in self.answers.items():
             earlier = before.answers.get(peer)
             if earlier is None or answer.at_s <= earlier.at_s:
                 continue
