@@ -8,6 +8,7 @@ from __future__ import annotations
 import ipaddress
 import re
 import socket
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import psutil
@@ -30,6 +31,12 @@ HOSTS = ("ip4", "ip6", "dns", "dns4", "dns6")
 _HOST_AND_PORT = re.compile(r"(\w+://)?(?P<host>[\w.-]+|\[[0-9a-fA-F:]+\]):(?P<port>\d{1,5})/?")
 
 CIRCUIT = "/p2p-circuit"
+
+# Multiaddrs as bytes: https://github.com/multiformats/multiaddr/blob/master/protocols.csv
+_IP_ENDS = {b"\x04": 5, b"\x29": 17}
+"""The bytes of an IPv4 and of an IPv6 address, with the code before it."""
+_TCP = 6
+_P2P = b"\xa5\x03"
 
 
 def parse_peer(address: str) -> PeerInfo:
@@ -153,12 +160,46 @@ def tcp_address(host: str, port: int) -> Multiaddr:
     return Multiaddr(f"/ip{ipaddress.ip_address(host).version}/{host}/tcp/{port}")
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where TCP dials."""
+
+    protocol: str
+    """One of HOSTS."""
+    host: str
+    port: int
+
+    @property
+    def is_ip(self) -> bool:
+        return self.protocol in ("ip4", "ip6")
+
+
+def place_of(address: Multiaddr) -> Place | None:
+    """The only host and TCP port of `address`. None if it has other parts, except the peer there.
+
+    py-libp2p dials the last IP address of several.
+    """
+    names = [protocol.name for protocol in address.protocols()]
+    if names[:1] not in ([each] for each in HOSTS) or names[1:] not in (["tcp"], ["tcp", "p2p"]):
+        return None
+    return Place(names[0], str(address.value_for_protocol(names[0])), int(address.value_for_protocol("tcp")))
+
+
 def host_and_port(address: Multiaddr) -> tuple[str, int] | None:
     """The IP address and TCP port of `address`. None if it has other parts, except the peer there."""
-    names = [protocol.name for protocol in address.protocols()]
-    if names[:1] not in (["ip4"], ["ip6"]) or names[1:] not in (["tcp"], ["tcp", "p2p"]):
+    place = place_of(address)
+    return (place.host, place.port) if place is not None and place.is_ip else None
+
+
+def place_in(packed: bytes) -> tuple[str, int] | None:
+    """`host_and_port` of what a peer has sent as an address. It takes microseconds, whatever that is."""
+    end = _IP_ENDS.get(packed[:1], 0)
+    tcp, rest = packed[end : end + 3], packed[end + 3 :]
+    if not end or len(tcp) < 3 or tcp[0] != _TCP:
         return None
-    return address.value_for_protocol(names[0]), int(address.value_for_protocol("tcp"))
+    if rest and (rest[:2] != _P2P or len(rest) < 3 or len(rest) != 3 + rest[2]):
+        return None
+    return str(ipaddress.ip_address(packed[1:end])), int.from_bytes(tcp[1:], "big")
 
 
 def may_be_dialled(host: str, port: int, own: str) -> bool:

@@ -9,14 +9,16 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import trio
 from libp2p.transport.exceptions import OpenConnectionError
+from multiaddr.exceptions import Error as MultiaddrError
 
 from llmnode.core.budget import Resource
 from llmnode.core.peers.dial_gate import DialGate
-from llmnode.net.sockets import remote_address, resolved
+from llmnode.net.addresses import place_of, tcp_address
+from llmnode.net.sockets import ips_of, remote_address
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 
     from llmnode.core.budget import Scope
     from llmnode.core.policy import DialPolicy
+    from llmnode.net.addresses import Place
 
 
 ABORT = struct.pack("ii", 1, 0)
@@ -114,13 +117,16 @@ class Gate:
     def _guarded(
         self, dial: Callable[[Multiaddr], Awaitable[IRawConnection]]
     ) -> Callable[[Multiaddr], Coroutine[None, None, IRawConnection]]:
-        """py-libp2p asks DNS servers alone, which know neither /etc/hosts nor the names of a local network."""
+        """py-libp2p gets an address that is made anew from the place that has passed the gate: it reads others in its
+        own way. It asks DNS servers alone, which know neither /etc/hosts nor the names of a local network.
+        """
 
         async def dial_resolved(address: Multiaddr) -> IRawConnection:
-            async with self.dialling(_place(address)):
+            place = _direct(address)
+            async with self.dialling((place.host, place.port)):
                 try:
-                    found = await resolved(address)
-                except (OSError, UnicodeError) as error:
+                    found = [tcp_address(each, place.port) for each in await ips_of(place.protocol, place.host)]
+                except (OSError, ValueError) as error:
                     raise OpenConnectionError(str(error)) from error
                 return await first_to_connect(found, attempt, self._stagger_s)
 
@@ -199,10 +205,18 @@ async def _close_all(connections: Iterable[IRawConnection]) -> None:
             await connection.close()
 
 
+def _direct(address: Multiaddr) -> Place:
+    """Raises OpenConnectionError for all but a host and its TCP port."""
+    with contextlib.suppress(MultiaddrError, ValueError):
+        if (place := place_of(address)) is not None:
+            return place
+    raise OpenConnectionError("not dialled: it is no address of one host and its TCP port")
+
+
 def _place(address: Multiaddr) -> tuple[str, int]:
     """The host, which may be a name, and the TCP port of a direct address."""
-    first = next(iter(address.protocols())).name
-    return cast("str", address.value_for_protocol(first)), int(address.value_for_protocol("tcp"))
+    place = _direct(address)
+    return place.host, place.port
 
 
 async def connect_from(source: tuple[str, int], target: tuple[str, int]) -> trio.SocketStream:

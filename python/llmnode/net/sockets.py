@@ -48,19 +48,25 @@ def remote_address(raw: IRawConnection) -> tuple[str, int] | None:
         return None
 
 
-async def resolved(address: Multiaddr) -> list[Multiaddr]:
-    """The same with the IP addresses of its host name, in the system's order; itself alone if it has no name.
+async def ips_of(protocol: str, host: str) -> list[str]:
+    """The IP addresses of a host name of this protocol of multiaddrs, in the system's order; an IP address itself.
 
     Raises OSError for a name that the system does not know, UnicodeError for one that is none.
     """
+    if protocol not in FAMILIES:
+        return [host]
+    found = await trio.socket.getaddrinfo(host, None, FAMILIES[protocol], socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(where[0]) for *_, where in found))
+
+
+async def resolved(address: Multiaddr) -> list[Multiaddr]:
+    """The same with the IP addresses of its host name, as `ips_of`; itself alone if it has no name."""
     first = next(iter(address.protocols())).name
     if first not in FAMILIES:
         return [address]
     name = address.value_for_protocol(first)
-    found = await trio.socket.getaddrinfo(name, None, FAMILIES[first], socket.SOCK_STREAM)
-    versions = {socket.AF_INET: "ip4", socket.AF_INET6: "ip6"}
-    places = dict.fromkeys(f"/{versions[family]}/{where[0]}" for family, *_, where in found if family in versions)
-    return [Multiaddr(str(address).replace(f"/{first}/{name}", place, 1)) for place in places]
+    ips = [f"/ip{6 if ':' in each else 4}/{each}" for each in await ips_of(first, name)]
+    return [Multiaddr(str(address).replace(f"/{first}/{name}", each, 1)) for each in ips]
 
 
 async def with_ips(addresses: Sequence[Multiaddr]) -> list[Multiaddr]:

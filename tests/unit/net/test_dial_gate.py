@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import ast
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import trio
 import trio.testing
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from libp2p.exceptions import BaseLibp2pError
 from libp2p.peer.id import ID
 from libp2p.transport.exceptions import OpenConnectionError
+from libp2p.transport.tcp import tcp
 from multiaddr import Multiaddr
 
 import llmnode
 from llmnode.core.budget import Resource
+from llmnode.core.peers.dial_gate import scope_of
+from llmnode.core.policy import LinkPolicy
 from llmnode.errors import PeerUnreachable
 from llmnode.net.addresses import LISTEN_ANY_LOOPBACK
 from llmnode.net.dialling import SHARE_OF_STRANGERS
@@ -27,6 +33,10 @@ from unit.links import POLICY
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
+
+    from llmnode.net.host import Libp2pNetwork
+
+OTHER = "12D3KooWHatDJpvRfD7CvXhA3hg2Pc115M26JP2Zph8nShom4ESy"
 
 
 @asynccontextmanager
@@ -88,6 +98,109 @@ async def test_the_users_word_is_enough() -> None:
             await client.dial(server.addresses[0], is_heard=True)
         client.vouch(server.addresses)
         assert (await client.dial(server.addresses[0], is_heard=True)).peer == server.peer
+
+
+# The gate judges the address that is dialled
+
+PUBLIC, PRIVATE, METADATA = "/ip4/8.8.8.8/tcp/22", "/ip4/192.168.1.1/tcp/1", "/ip4/169.254.169.254/tcp/80"
+TWO_PLACES = [
+    *(f"{PUBLIC}{other}" for other in (PRIVATE, METADATA, "/ip6/fd00::1/tcp/1", "/ip4/192.168.1.1", "/tcp/1")),
+    f"{PUBLIC}/p2p/{OTHER}{PRIVATE}",
+    f"{PUBLIC}/http{PRIVATE}",
+    f"{PUBLIC}/p2p/{OTHER}/p2p-circuit{PRIVATE}",
+    "/ip4/8.8.8.8/ip4/192.168.1.1/tcp/22",
+    "/ip6/2001:4860:4860::8888/tcp/22/ip4/192.168.1.1/tcp/1",
+    "/dns4/localhost/tcp/22/ip4/127.0.0.1/tcp/1",
+    "/ip4/8.8.8.8/udp/22/ip4/192.168.1.1/tcp/1",
+    "/p2p-circuit/ip4/192.168.1.1/tcp/1",
+]
+TWO_AS_TEXT = Multiaddr(b"\x36\x20" + b"localhost/tcp/22/ip4/192.168.1.1" + b"\x06\x00\x16")
+"""A name that reads like two places once it is text, which py-libp2p makes of it."""
+PARTS = st.sampled_from(
+    [
+        *("/ip4/8.8.8.8", "/ip4/192.168.1.1", "/ip4/169.254.169.254", "/ip4/127.0.0.1", "/ip6/::1", "/ip6/fd00::1"),
+        *("/ip6/2001:4860:4860::8888", "/ip6/::ffff:127.0.0.1", "/dns4/localhost", "/tcp/22", "/tcp/1", "/udp/1"),
+        *(f"/p2p/{OTHER}", "/p2p-circuit", "/http", "/ws", "/tls", "/quic-v1", "/unix/ip4/127.0.0.1"),
+    ]
+)
+
+
+class Recorder:
+    """Opens no connection, and notes what the gate has been asked and what TCP was to dial then."""
+
+    def __init__(self, network: Libp2pNetwork, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.judged: list[tuple[str, int]] = []
+        self.dialled: list[tuple[str, int]] = []
+        self._swarm: Any = network.host.get_network()
+        gate = network._gate._gate
+        why_not = gate.why_not
+
+        def judge(host: str, port: int, now_s: float, **seen: bool) -> str | None:
+            self.judged.append((host, port))
+            return why_not(host, port, now_s, **seen)
+
+        async def dial(host: str, port: int, *_source: tuple[str, int]) -> trio.SocketStream:
+            self.dialled.append((host, port))
+            raise OSError("nobody is there")
+
+        monkeypatch.setattr(gate, "why_not", judge)
+        monkeypatch.setattr(tcp.trio, "open_tcp_stream", dial)
+        monkeypatch.setattr(tcp, "_open_tcp_stream_from", dial)
+
+    async def dial(self, address: Multiaddr, source: tuple[str, int] | None = None) -> None:
+        self.judged.clear()
+        self.dialled.clear()
+        with suppress(BaseLibp2pError):
+            await self._swarm.dial_addr(address, somebody(), source)
+
+
+def many_dials() -> LinkPolicy:
+    dials = replace(POLICY.dials, **dict.fromkeys(("burst", "place_burst", "host_failures"), 1e6), pause_s=0.0)
+    return replace(POLICY, dials=dials)
+
+
+@in_trio
+async def test_an_address_of_two_places_is_not_dialled_at_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gate would judge the first, and py-libp2p dial the last."""
+    async with open_network([], many_dials()) as network:
+        recorder = Recorder(network, monkeypatch)
+        for source in (None, ("127.0.0.1", 0)):
+            for address in (PUBLIC, f"{PUBLIC}/p2p/{OTHER}"):
+                await recorder.dial(Multiaddr(address), source)
+                assert recorder.dialled == recorder.judged == [("8.8.8.8", 22)]
+            for address in (*TWO_PLACES, TWO_AS_TEXT):
+                await recorder.dial(Multiaddr(address), source)
+                assert not recorder.dialled, address
+        for address in TWO_PLACES:  # as the DHT and identify have them dialled
+            peer = somebody()
+            network.host.get_peerstore().add_addrs(peer, [Multiaddr(address)], 60)
+            with pytest.raises(BaseLibp2pError):
+                await network.host.new_stream(peer, ["/ipfs/kad/1.0.0"])  # type: ignore[list-item]
+            assert not recorder.dialled, address
+
+
+@settings(max_examples=20)
+@given(st.lists(st.lists(PARTS, min_size=1, max_size=6), min_size=20, max_size=20), st.booleans())
+def test_whatever_is_dialled_was_judged(drawn: list[list[str]], is_bound: bool) -> None:
+    async def main() -> None:
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            async with open_network([], many_dials()) as network:
+                recorder = Recorder(network, monkeypatch)
+                for parts in drawn:
+                    address = Multiaddr("".join(parts))
+                    await recorder.dial(address, ("127.0.0.1", 0) if is_bound else None)
+                    assert recorder.dialled in ([], recorder.judged), address
+                    assert all(scope_of(host) == "public" for host, _ in recorder.dialled), address
+
+    trio.run(main)
+
+
+@in_trio
+async def test_tcp_is_the_only_transport() -> None:
+    """The gate is in that of TCP."""
+    async with open_network([LISTEN_ANY_LOOPBACK], POLICY) as network:
+        swarm: Any = network.host.get_network()
+        assert [type(each) for each in swarm.transport_manager.get_transports()] == [tcp.TCP]
 
 
 OPENS = {"open_tcp_stream", "open_ssl_over_tcp_stream", "create_connection", "open_connection", "connect_tcp"}
