@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import trio
 from libp2p.crypto.ed25519 import create_new_key_pair
+from libp2p.identity.identify.identify import ID as IDENTIFY
 from libp2p.peer.id import ID
 
 from llmnode.core.announcement import Announcement, Offer, PeerState
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
     from pathlib import Path
 
+    from libp2p.custom_types import StreamHandlerFn
     from libp2p.network.swarm import Swarm
 
     from llmnode.models.sources.folder import ModelFolder
@@ -95,11 +97,15 @@ def serve_to_strangers(folder: Path, errors: Path) -> Iterator[Served]:
 
 
 @asynccontextmanager
-async def stranger(served: Served, source: str = STRANGER, listen: list[str] | None = None) -> AsyncIterator[Any]:
-    """A network that is connected to the server from this address."""
+async def stranger(
+    served: Served, source: str = STRANGER, listen: list[str] | None = None, describe: StreamHandlerFn | None = None
+) -> AsyncIterator[Any]:
+    """A network that is connected to the server from this address. It may have a handler of its own for identify."""
     dials = DialPolicy(burst=10**6, per_s=1e6, contact_burst=10**6, contact_per_s=1e6)
     async with open_network(listen or [], LinkPolicy(dials=dials)) as network:
         network.vouch([served.address])
+        if describe is not None:
+            network.host.set_stream_handler(IDENTIFY, describe)
         info = parse_peer(served.address)
         await cast("Swarm", network.host.get_network()).dial_addr(info.addrs[0], info.peer_id, (source, 0))
         yield network

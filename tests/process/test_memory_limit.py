@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,9 +14,13 @@ import torch
 import trio
 from libp2p.custom_types import TProtocol
 from libp2p.exceptions import BaseLibp2pError
+from libp2p.identity.identify.identify import ID as IDENTIFY
+from libp2p.identity.identify.pb.identify_pb2 import Identify
+from libp2p.identity.identify_push.identify_push import ID_PUSH
 from libp2p.kad_dht.pb.kademlia_pb2 import Message
 from libp2p.network.stream.exceptions import StreamError
 from libp2p.stream_muxer.exceptions import MuxedStreamError
+from libp2p.utils.varint import encode_uvarint
 
 from llmnode.client.ends import SharedEnds
 from llmnode.client.generate import next_token
@@ -43,6 +47,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
     from pathlib import Path
 
+    from libp2p.abc import INetStream
     from libp2p.network.swarm import Swarm
 
     from llmnode.core.model import ModelInfo
@@ -72,7 +77,7 @@ class Attack:
 
     async def run(self) -> None:
         kinds = [(self.unfinished_frames, 6), (self.unread_results, 6), (self.unread_views, 2), (self.records, 2)]
-        kinds += [(self.prompts, 3), (self.passes, 2), (self.adapters, 2)]
+        kinds += [(self.prompts, 3), (self.passes, 2), (self.adapters, 2), (self.descriptions, 2)]
         async with trio.open_nursery() as nursery:
             for attack, count in [*kinds, (self.idle, 3)]:
                 for _ in range(count):
@@ -90,6 +95,7 @@ class Attack:
     async def _connected(self) -> AsyncIterator[Any]:
         async with open_network([], POLICY) as network:
             network.vouch([self._address])
+            network.host.set_stream_handler(IDENTIFY, describe)
             info = parse_peer(self._address)
             swarm = cast("Swarm", network.host.get_network())
             await swarm.dial_addr(info.addrs[0], info.peer_id, (next(self._sources), 0))
@@ -136,13 +142,21 @@ class Attack:
             await self._send(stream, Frame(FrameType.VIEW, step=Step(number), meta=pack(Clock(0)), payload=b"\x80"))
 
     async def records(self, network: Any) -> None:
-        """Providers with 8,000 addresses each, under new keys."""
+        """Providers with 6,000 addresses each, under new keys."""
         stream = await self._open(network, TProtocol("/ipfs/kad/1.0.0"))
         for number in itertools.count():
             request = Message(type=Message.ADD_PROVIDER, key=random.Random(number).randbytes(100))
-            addresses = [b"\x04\x7f\x00\x00\x01\x06\x0f\xa1"] * 8000
+            addresses = [b"\x04\x7f\x00\x00\x01\x06\x0f\xa1"] * 6000
             request.providerPeers.append(Message.Peer(id=network.host.get_id().to_bytes(), addrs=addresses))
             await send(stream.muxed_stream, request)
+
+    async def descriptions(self, network: Any) -> None:
+        """Nobody has asked for them; and each identity describes itself at length when it connects."""
+        for _ in range(8):
+            with suppress(*ENDS):
+                stream = await self._open(network, ID_PUSH)
+                await stream.write(description(MIB - 100))
+                await stream.close()
 
     async def prompts(self, network: Any) -> None:
         """Sessions with deep prompts of 2,048 positions, which wait for KV."""
@@ -203,6 +217,18 @@ class Attack:
 
 def step_frame(session: SessionId, step: int, start: int, length: int, payload: bytes) -> Frame:
     return Frame(FrameType.STEP, session, Epoch(0), Step(step), start, length, b"", payload)
+
+
+async def describe(stream: INetStream) -> None:
+    await stream.write(description(60 << 10))
+    await stream.close()
+
+
+def description(size: int) -> bytes:
+    """Half of it is an address that nobody has named before, and half of it are short names of protocols."""
+    protocols = [f"{number % 100:02}" for number in range(size // 2 // 4)]
+    said = Identify(listen_addrs=[random.randbytes(size // 2 - 20)], protocols=protocols).SerializeToString()
+    return encode_uvarint(len(said)) + said
 
 
 def name() -> SessionId:

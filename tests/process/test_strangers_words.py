@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import trio
-from libp2p.identity.identify.identify import ID as IDENTIFY
+from libp2p.exceptions import BaseLibp2pError
 from libp2p.identity.identify.pb.identify_pb2 import Identify
 from libp2p.identity.identify_push.identify_push import ID_PUSH
 from libp2p.utils.varint import encode_uvarint
@@ -70,35 +70,32 @@ async def peers_known(link: Link) -> dict[PeerId, tuple[str, ...]]:
 
 
 def test_nobody_can_have_a_server_announce_an_address_by_saying_that_it_is_seen_there(served: Served) -> None:
-    """Peers at four addresses say so when they are asked, and push it unasked: public, private and local addresses."""
+    """Peers at four addresses say so when they are asked: public, private and local addresses. Nobody may push it."""
     claims = ["/ip4/203.0.113.9/tcp/443", "/ip4/10.0.0.1/tcp/80", "/ip4/127.0.8.1/tcp/22", "/ip6/2001:db8::1/tcp/22"]
     server = parse_peer(served.address).peer_id
-    asked = 0
+    told, all_told = 0, trio.Event()
 
-    async def lie(network: Any, claim: str) -> None:
+    async def lie(claim: str, stream: INetStream) -> None:
+        nonlocal told
         said = Identify(agent_version=EVIL, observed_addr=Multiaddr(claim).to_bytes())
-        said.public_key = network.host.get_public_key().serialize()
         said.listen_addrs.append(Multiaddr("/ip4/127.0.8.1/tcp/22").to_bytes())
         said.protocols.append(str(ID_PUSH))
         packed = said.SerializeToString()
-
-        async def tell(stream: INetStream) -> None:
-            nonlocal asked
-            asked += 1
-            await stream.write(encode_uvarint(len(packed)) + packed)
-            await stream.close()
-
-        network.host.set_stream_handler(IDENTIFY, tell)
-        for _ in range(2):
-            stream = await network.host.new_stream(server, [ID_PUSH])
-            await stream.write(encode_uvarint(len(packed)) + packed)
-            await stream.close()
+        await stream.write(encode_uvarint(len(packed)) + packed)
+        await stream.close()
+        told += 1
+        if told == 2 * len(claims):
+            all_told.set()
 
     async def check() -> None:
         async with AsyncExitStack() as stack:
             for number in range(2 * len(claims)):
-                network = await stack.enter_async_context(stranger(served, f"127.0.{20 + number}.1"))
-                await lie(network, claims[number % len(claims)])
+                describe = partial(lie, claims[number % len(claims)])
+                network = await stack.enter_async_context(stranger(served, f"127.0.{20 + number}.1", describe=describe))
+                with pytest.raises(BaseLibp2pError):
+                    await network.host.new_stream(server, [ID_PUSH])
+            with trio.fail_after(ANSWER_S):
+                await all_told.wait()
             link = await network.dial(served.address)
             known = await peers_known(link)
             assert known[PeerId(server.to_base58())] == (served.address,)

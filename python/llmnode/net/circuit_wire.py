@@ -5,7 +5,6 @@ https://github.com/libp2p/specs/blob/master/relay/circuit-v2.md. Does not know w
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING, TypeVar, cast
 
 import trio
@@ -13,19 +12,21 @@ from google.protobuf.message import DecodeError, Message
 from libp2p.abc import IRawConnection
 from libp2p.connection_types import ConnectionType
 from libp2p.custom_types import TProtocol
+from libp2p.exceptions import BaseLibp2pError
 from libp2p.io.exceptions import IOException
+from libp2p.network.stream.exceptions import StreamError
 from libp2p.relay.circuit_v2.pb import circuit_pb2 as pb
 from libp2p.stream_muxer.exceptions import MuxedStreamEOF, MuxedStreamError
-from multiaddr import Multiaddr
 from multiaddr.exceptions import Error as MultiaddrError
 
-from llmnode.errors import PeerUnreachable, RemoteProtocolError
-from llmnode.net.addresses import host_and_port
+from llmnode.errors import PeerError, PeerUnreachable, RemoteProtocolError
+from llmnode.net.addresses import place_in
 
 if TYPE_CHECKING:
     from libp2p.abc import IMuxedStream
     from libp2p.network.connection.swarm_connection import SwarmConn
     from libp2p.network.stream.net_stream import NetStream
+    from multiaddr import Multiaddr
 
     from llmnode.net.yamux import YamuxConnection
 
@@ -34,6 +35,8 @@ STOP = TProtocol("/libp2p/circuit/relay/0.2.0/stop")
 
 MESSAGE_BYTES = 4096
 """The limit of go-libp2p. A reservation with all addresses of a relay is well below."""
+FAILURES = (PeerError, BaseLibp2pError, StreamError, MultiaddrError, ValueError, trio.TooSlowError)
+"""An exchange of messages with a peer that fails ends with one of these."""
 LENGTH_BYTES = 3
 """The length of a message takes at most this many bytes as a varint."""
 PIECE_BYTES = 1 << 18
@@ -86,11 +89,8 @@ async def _exactly(stream: IMuxedStream, size: int) -> bytes:
 
 
 def _host_of(peer: pb.PeerId) -> str | None:
-    for each in peer.addrs[:1]:
-        with contextlib.suppress(MultiaddrError, ValueError):
-            place = host_and_port(Multiaddr(each))
-            return None if place is None else place[0]
-    return None
+    place = place_in(peer.addrs[0]) if peer.addrs else None
+    return None if place is None else place[0]
 
 
 def name_of(status: int) -> str:

@@ -19,6 +19,8 @@ from libp2p.security.noise.transport import PROTOCOL_ID as NOISE
 from multiaddr import Multiaddr
 
 from llmnode.net.admission import ConnectionAdmission
+from llmnode.net.identify import use_our_identify
+from llmnode.net.peerstore import KnownPeers
 from llmnode.net.pings import PING, answer_pings
 from llmnode.net.secure import noise_transport
 from llmnode.net.upgrade import use_our_transport
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
     from libp2p.abc import IHost, IMuxedConn, INetStream, IRawConnection
     from libp2p.crypto.keys import KeyPair
+    from libp2p.host.basic_host import BasicHost
     from libp2p.network.swarm import Swarm
     from libp2p.transport.tcp.tcp import TCP, TCPListener
 
@@ -75,8 +78,10 @@ async def open_host(
         outbound_upgrade_timeout=policy.dial_timeout_s,
     )
     noise = noise_transport(key_pair, swarm_key)
+    known = KnownPeers(policy.peerstore)
     host = new_host(
         key_pair=key_pair,
+        peerstore_opt=known,
         sec_opt={NOISE: noise},
         listen_addrs=listen or [ANY_TCP],  # says which transports to load
         connection_config=limits,
@@ -86,6 +91,7 @@ async def open_host(
     swarm = cast("Swarm", host.get_network())
     swarm.set_resource_manager(None)  # its own has other limits, which grow and shrink, and remembers every peer
     use_our_transport(host, noise, policy.dial_timeout_s, admission)
+    use_our_identify(cast("BasicHost", host), known)
     _admit_inbound(swarm, admission, policy.dial_timeout_s)
     _guard_dials(swarm, admission.gate)
     _dial_when_told(swarm)
@@ -165,9 +171,13 @@ def _outlive_streams(swarm: Swarm, admission: ConnectionAdmission) -> None:
 
 
 def _dial_when_told(swarm: Swarm) -> None:
-    """It would try a dead address four times, for 0.7 s, and then not again for a minute: not even if asked to."""
+    """It would try a dead address four times, for 0.7 s, and then not again for a minute: not even if asked to.
+
+    It would remember each peer that has left, for an auto connector that does not run.
+    """
     swarm.retry_config = RetryConfig(max_retries=0)
-    swarm._negative_peer_cache = libp2p.network.swarm._NegativePeerCache(ttl=0.0)
+    swarm._negative_peer_cache = libp2p.network.swarm._NegativePeerCache(ttl=0.0, max_size=1)
+    swarm.auto_connector.record_disconnect = lambda _peer: None  # type: ignore[method-assign, assignment]
 
 
 def _guard_dials(swarm: Swarm, gate: Gate) -> None:

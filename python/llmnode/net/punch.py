@@ -22,20 +22,18 @@ import trio
 from libp2p.abc import INotifee
 from libp2p.custom_types import TProtocol
 from libp2p.exceptions import BaseLibp2pError
-from libp2p.identity.identify.identify import ID as IDENTIFY
-from libp2p.identity.identify.pb.identify_pb2 import Identify
 from libp2p.io.trio import TrioTCPStream
 from libp2p.network.connection.raw_connection import RawConnection
 from libp2p.relay.circuit_v2.pb.dcutr_pb2 import HolePunch
 from libp2p.transport.exceptions import OpenConnectionError
-from multiaddr import Multiaddr
 from multiaddr.exceptions import Error as MultiaddrError
 
 from llmnode.errors import PeerError, PeerUnreachable, RemoteProtocolError
-from llmnode.net.addresses import host_and_port, may_be_dialled, tcp_address
+from llmnode.net.addresses import may_be_dialled, place_in, tcp_address
 from llmnode.net.circuit_wire import CircuitConnection, leave, receive, send
 from llmnode.net.connections import is_relayed, open_stream
 from llmnode.net.dialling import connect_from
+from llmnode.net.identify import identify
 from llmnode.net.yamux import YamuxConnection
 
 if TYPE_CHECKING:
@@ -46,6 +44,7 @@ if TYPE_CHECKING:
     from libp2p.network.stream.net_stream import NetStream
     from libp2p.network.swarm import Swarm
     from libp2p.peer.id import ID
+    from multiaddr import Multiaddr
 
     from llmnode.core.policy import PunchPolicy
     from llmnode.net.connections import HeldConnections
@@ -54,8 +53,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PUNCH = TProtocol("/libp2p/dcutr")
-IDENTIFY_BYTES = 64 << 10
-"""The most bytes of an identify message; go-libp2p's has at most 8 kB."""
 FAILURES = (PeerError, BaseLibp2pError, MultiaddrError, OSError, ValueError, trio.TooSlowError)
 
 
@@ -168,7 +165,7 @@ class Puncher(INotifee):
         with trio.move_on_after(self._policy.dial_s):
             door = await self._door(relayed)
             said = await identify(relayed, self._policy.talk_s)
-            for host, port in self._permitted(said.listen_addrs, door, relayed):
+            for host, port in self._permitted(said.places, door, relayed):
                 with contextlib.suppress(*FAILURES):
                     direct = cast("SwarmConn", await self._swarm.dial_addr(tcp_address(host, port), peer))
                     self._nursery.start_soon(self._settle, direct)
@@ -220,7 +217,7 @@ class Puncher(INotifee):
         circuit = _circuit(relayed)
         local, relay = _muxed(circuit.to_relay).get_local_address(), _muxed(circuit.to_relay).get_remote_address()
         said = await identify(circuit.to_relay, self._policy.talk_s)
-        seen = host_and_port(Multiaddr(said.observed_addr)) if said.observed_addr else None
+        seen = said.seen_at
         if local is None or relay is None or seen is None or not may_be_dialled(*seen, relay[0]):
             raise PeerUnreachable("the relay does not say how it sees us")
         return Door(*local, *seen)
@@ -230,24 +227,23 @@ class Puncher(INotifee):
         message = await receive(stream.muxed_stream, HolePunch())
         if message.type != HolePunch.CONNECT:
             raise RemoteProtocolError("no CONNECT where it is due")
-        addresses = self._permitted(message.ObsAddrs, door, relayed)
+        named = [place for each in message.ObsAddrs if (place := place_in(each)) is not None]
+        addresses = self._permitted(named, door, relayed)
         if not addresses:
             raise RemoteProtocolError("names no address that we would dial")
         return addresses
 
-    def _permitted(self, named: Iterable[bytes], door: Door, relayed: SwarmConn) -> list[tuple[str, int]]:
+    def _permitted(self, named: Iterable[tuple[str, int]], door: Door, relayed: SwarmConn) -> list[tuple[str, int]]:
         """The addresses that we dial, out of those that a peer names: all are at one IP address.
 
         Our relays say at which they see the peer. Without that it is the first one that the peer names.
         """
         permitted: dict[tuple[str, int], None] = {}
         host = _circuit(relayed).seen_host
-        for each in named:
-            with contextlib.suppress(MultiaddrError, ValueError):
-                place = host_and_port(Multiaddr(each))
-                if place is not None and may_be_dialled(*place, door.seen_host) and place[0] == (host or place[0]):
-                    host = place[0]
-                    permitted[place] = None
+        for place in named:
+            if may_be_dialled(*place, door.seen_host) and place[0] == (host or place[0]):
+                host = place[0]
+                permitted[place] = None
         return list(permitted)[: self._policy.addresses]
 
     async def _punch(
@@ -355,12 +351,3 @@ async def _wait_any(*events: trio.Event) -> None:
 
 def _connect(door: Door) -> HolePunch:
     return HolePunch(type=HolePunch.CONNECT, ObsAddrs=[tcp_address(door.seen_host, door.seen_port).to_bytes()])
-
-
-async def identify(connection: SwarmConn, timeout_s: float) -> Identify:
-    """The other side's description of itself, and of us. Raises PeerError, or an error of libp2p."""
-    stream = await open_stream(connection, IDENTIFY, timeout_s)
-    try:
-        return await receive(stream.muxed_stream, Identify(), IDENTIFY_BYTES)
-    finally:
-        await leave(stream, in_order=False)

@@ -20,17 +20,17 @@ from libp2p.io.trio import TrioTCPStream
 from libp2p.network.connection.raw_connection import RawConnection
 from libp2p.peer.id import ID
 from multiaddr import Multiaddr
-from multiaddr.exceptions import Error as MultiaddrError
 
 from llmnode.core.ids import PeerId
 from llmnode.core.peers.nat import Reached, Sight
 from llmnode.errors import PeerUnreachable, RemoteProtocolError
-from llmnode.net.addresses import host_and_port, tcp_address
+from llmnode.net.addresses import host_and_port, place_in, tcp_address
 from llmnode.net.circuit_wire import leave, receive, send
 from llmnode.net.connections import is_relayed, open_stream
 from llmnode.net.dialling import connect_from
 from llmnode.net.explain import innermost
-from llmnode.net.punch import FAILURES, identify
+from llmnode.net.identify import identify
+from llmnode.net.punch import FAILURES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -180,7 +180,7 @@ async def _sight(
     """Raises one of FAILURES."""
     peer = connection.muxed_conn.peer_id
     said = await identify(connection, policy.look_s)
-    seen = host_and_port(Multiaddr(said.observed_addr)) if said.observed_addr else None
+    seen = said.seen_at
     if seen is None:
         raise PeerUnreachable("it does not say how it sees us")
     reached, at = Reached.NOT_TRIED, ""
@@ -212,15 +212,7 @@ async def _ask(connection: SwarmConn, addresses: Iterable[Multiaddr], policy: Re
 
 def _places(named: Iterable[bytes]) -> list[tuple[str, int]]:
     """IP addresses and ports of those multiaddrs that are of TCP and nothing else."""
-    places: dict[tuple[str, int], None] = {}
-    for each in named:
-        try:
-            place = host_and_port(Multiaddr(each))
-        except (MultiaddrError, ValueError):
-            continue
-        if place is not None and place[1]:
-            places[place] = None
-    return list(places)
+    return list(dict.fromkeys(place for each in named if (place := place_in(each)) is not None and place[1]))
 
 
 def any_host(host: str) -> str:

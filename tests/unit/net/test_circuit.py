@@ -13,7 +13,7 @@ from libp2p.peer.id import ID
 
 from llmnode.core.policy import RelayPolicy
 from llmnode.errors import ConfigError, PeerUnreachable, single_error
-from llmnode.net.addresses import parse_peer, parse_relay, relay_of, tcp_address
+from llmnode.net.addresses import parse_peer, parse_relay, relay_of
 from llmnode.net.host import OpenCounts, open_network
 from llmnode.net.punch import Door
 from unit.circuits import (
@@ -193,8 +193,7 @@ async def test_two_peers_punch_where_their_relay_sees_them_and_nowhere_else() ->
             (relayed,) = network._held.living(ID.from_string(other.peer))
             circuit = cast(Any, relayed).muxed_conn.secured_conn.raw
             assert circuit.seen_host == "127.0.0.1"
-            places = [("8.8.8.8", 1), ("127.0.0.2", 2), ("127.0.0.1", 3), ("8.8.8.8", 4)]
-            named = [tcp_address(*place).to_bytes() for place in places]
+            named = [("8.8.8.8", 1), ("127.0.0.2", 2), ("127.0.0.1", 3), ("8.8.8.8", 4)]
             door = Door("127.0.0.1", 5, "127.0.0.1", 5)
             assert network._puncher._permitted(named, door, relayed) == [("127.0.0.1", 3)]
             circuit.seen_host = None  # as with other relays than ours

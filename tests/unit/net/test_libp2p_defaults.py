@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+from libp2p.exceptions import BaseLibp2pError
 from multiaddr import Multiaddr
 
 from llmnode.core.policy import BudgetPolicy, LinkPolicy
-from llmnode.net.addresses import LISTEN_ANY_LOOPBACK
+from llmnode.net.addresses import LISTEN_ANY_LOOPBACK, parse_peer
 from llmnode.net.host import open_network
 from llmnode.net.libp2p_host import NEWCOMERS
+from unit.circuits import until
 from unit.in_trio import in_trio
 from unit.links import POLICY
 
@@ -44,6 +47,25 @@ async def test_nobody_else_says_where_a_node_is() -> None:
 
 
 @in_trio
+async def test_no_list_grows_with_the_peers_that_have_been_there() -> None:
+    async with open_network([LISTEN_ANY_LOOPBACK], POLICY) as network:
+        swarm: Any = network.host.get_network()
+        for _ in range(3):
+            async with open_network([], POLICY) as stranger:
+                stranger.vouch(network.addresses)
+                await stranger.host.connect(parse_peer(network.addresses[0]))
+            await until(lambda: not swarm.get_connections())
+        with pytest.raises(BaseLibp2pError):
+            await network.host.connect(parse_peer(f"/ip4/10.0.0.1/tcp/1/p2p/{stranger.peer}"))
+        connector = swarm.auto_connector
+        for each in (connector._recent_disconnects, connector._last_connect_attempt, connector._failure_counts):
+            assert not each
+        assert not swarm._round_robin_index
+        assert len(swarm._negative_peer_cache._cache) <= 1
+        assert not network.host._identified_peers  # type: ignore[attr-defined]
+
+
+@in_trio
 async def test_services_that_were_not_chosen_are_off() -> None:
     async with open_network([LISTEN_ANY_LOOPBACK], POLICY) as network:
         host: Any = network.host
@@ -51,7 +73,6 @@ async def test_services_that_were_not_chosen_are_off() -> None:
         protocols = {str(each) for each in host.get_mux().get_protocols()}
         assert protocols == {
             "/ipfs/id/1.0.0",
-            "/ipfs/id/push/1.0.0",
             "/ipfs/ping/1.0.0",
             "/libp2p/autonat/1.0.0",
             "/libp2p/dcutr",

@@ -18,7 +18,7 @@ from llmnode.core.policy.client import (
     TrialPolicy,
     TrustPolicy,
 )
-from llmnode.core.policy.links import LinkPolicy, PackPolicy
+from llmnode.core.policy.links import LinkPolicy, PackPolicy, PeerstorePolicy
 from llmnode.core.policy.reaching import (
     CircuitPolicy,
     DialPolicy,
@@ -45,6 +45,7 @@ __all__ = [
     "MdnsPolicy",
     "PackPolicy",
     "PassPolicy",
+    "PeerstorePolicy",
     "PoolPolicy",
     "ProbePolicy",
     "PunchPolicy",

@@ -34,6 +34,29 @@ class PackPolicy:
 
 
 @dataclass(frozen=True, slots=True)
+class PeerstorePolicy:
+    """The limits for what a host keeps of peers that it hears of, see `net/peerstore.py` and `net/identify.py`."""
+
+    peers: int = 1000
+    """More than there are connections. All addresses of them take 2 MiB."""
+    addresses: int = 8
+    """Those of one peer, at IP addresses."""
+    address_bytes: int = 256
+    protocols: int = 64
+    """A peer that is connected says which protocols it speaks; go-libp2p's say some 15."""
+    protocol_chars: int = 64
+    identify_bytes: int = 64 << 10
+    """The most bytes of a peer's description of itself; go-libp2p's has at most 8 kB."""
+    identify_s: float = 10.0
+    looked_at: int = 64
+    """The addresses that are looked at for some at IP addresses."""
+    said_s: int = 7200
+    """A host tells others for this long what a peer says of itself."""
+    heard_s: int = 600
+    """Likewise for what others say of that peer."""
+
+
+@dataclass(frozen=True, slots=True)
 class LinkPolicy:
     """One stream of frames between two peers, and the budget of all of them."""
 
@@ -72,6 +95,7 @@ class LinkPolicy:
     packing: PackPolicy = field(default_factory=PackPolicy)
     budget: BudgetPolicy = field(default_factory=BudgetPolicy)
     dials: DialPolicy = field(default_factory=DialPolicy)
+    peerstore: PeerstorePolicy = field(default_factory=PeerstorePolicy)
 
     @property
     def most_queued_bytes(self) -> int:
