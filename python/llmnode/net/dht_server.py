@@ -11,19 +11,16 @@ from collections import Counter
 from typing import TYPE_CHECKING, cast
 
 import trio
-from libp2p.exceptions import BaseLibp2pError
 from libp2p.kad_dht.common import format_time_rfc3339
 from libp2p.kad_dht.pb.kademlia_pb2 import Message, Record
-from libp2p.network.stream.exceptions import StreamError
 from libp2p.peer.id import ID
 from libp2p.peer.peerinfo import PeerInfo
 from multiaddr import Multiaddr
-from multiaddr.exceptions import Error as MultiaddrError
 
 from llmnode.core.budget import Resource
-from llmnode.errors import PeerError, PeerUnreachable, RemoteProtocolError
+from llmnode.errors import PeerUnreachable, RemoteProtocolError
 from llmnode.net.admission import groups_of
-from llmnode.net.circuit_wire import leave, receive, send
+from llmnode.net.circuit_wire import FAILURES, leave, receive, send
 from llmnode.net.dht_stores import kept_for
 from llmnode.net.turns import Turns
 
@@ -35,19 +32,19 @@ if TYPE_CHECKING:
     from libp2p.network.stream.net_stream import NetStream
 
     from llmnode.core.policy import DhtPolicy
+    from llmnode.net.dht_client import Table
     from llmnode.net.yamux import YamuxConnection
 
 log = logging.getLogger(__name__)
-
-FAILURES = (PeerError, BaseLibp2pError, StreamError, MultiaddrError, ValueError, trio.TooSlowError)
 
 
 class DhtServer:
     """Its `take_stream` is the handler of the DHT's streams."""
 
-    def __init__(self, dht: KadDHT, policy: DhtPolicy, key_of: Callable[[ID], str]) -> None:
+    def __init__(self, dht: KadDHT, table: Table, policy: DhtPolicy, key_of: Callable[[ID], str]) -> None:
         """`key_of` gives the key of the record that a peer may keep here: its own."""
         self._key_of = key_of
+        self._table = table
         self._dht = dht
         self._policy = policy
         self._turns = Turns(policy.requests)
@@ -60,7 +57,7 @@ class DhtServer:
         group, _ = groups_of(connection)
         try:
             with self._slot(str(connection.peer_id), group):
-                await self._note_peer(connection.peer_id)
+                await self._table.note(connection.peer_id)
                 while (request := await self._next(net_stream)) is not None:
                     await self._turns.wait((group, str(connection.peer_id)))
                     if request.type != Message.MessageType.PING:
@@ -109,13 +106,6 @@ class DhtServer:
             except PeerUnreachable:
                 return None
 
-    async def _note_peer(self, peer: ID) -> None:
-        """It may be led to, unless its bucket is full: then py-libp2p would dial another peer and wait."""
-        table = self._dht.routing_table
-        bucket = table.find_bucket(peer)
-        if bucket.has_peer(peer) or bucket.size() < bucket.bucket_size or table._should_split_bucket(bucket):
-            await table.add_peer(peer, skip_server_mode_check=True)
-
     def _answer(self, request: Message, peer: ID) -> Message | None:
         """None to a request that none is due to. Raises RemoteProtocolError, ValueError."""
         kinds = Message.MessageType
@@ -147,7 +137,7 @@ class DhtServer:
 
     def _lead(self, answer: Message, key: bytes, asking: ID, target: ID | None = None) -> None:
         """Name the peers that are closest to a key, and the one that is looked for."""
-        closest = self._dht.routing_table.find_local_closest_peers(key, self._policy.peers_told)
+        closest = self._table.find_local_closest_peers(key, self._policy.peers_told)
         if target is not None and target not in closest and (self._addresses(target) or target == self._own):
             closest = [target, *closest]
         for peer in closest:
@@ -177,7 +167,7 @@ class DhtServer:
 
     def _add_provider(self, request: Message, peer: ID) -> None:
         """A peer speaks for itself alone."""
-        for named in request.providerPeers:
+        for named in request.providerPeers[: self._policy.peers_told]:
             if named.id != peer.to_bytes():
                 continue
             addresses = [

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 from libp2p.kad_dht.common import format_time_rfc3339
+from libp2p.kad_dht.pb.kademlia_pb2 import Message, Record
 from libp2p.kad_dht.provider_store import ProviderStore
 from libp2p.kad_dht.value_store import ValueStore
 from libp2p.peer.id import ID
@@ -21,10 +22,10 @@ from libp2p.peer.peerinfo import PeerInfo
 from multiaddr import Multiaddr
 
 from llmnode.core.bounded_store import ENTRY_BYTES, BoundedStore, in_turn
+from llmnode.net.dht_client import DhtClient
 
 if TYPE_CHECKING:
     from libp2p.abc import IHost
-    from libp2p.kad_dht.pb.kademlia_pb2 import Record
 
     from llmnode.core.policy import DhtPolicy
 
@@ -47,6 +48,8 @@ class Values(ValueStore):
 
     def __init__(self, host: IHost, policy: DhtPolicy) -> None:
         super().__init__(host, host.get_id())
+        self._client = DhtClient(host, policy)
+        self._record_bytes = policy.record_bytes
         self._records: BoundedStore[bytes, Record] = BoundedStore(policy.value_bytes, policy.lifetime_s, SystemRandom())
 
     @property
@@ -55,11 +58,14 @@ class Values(ValueStore):
 
     def put(self, key: bytes, value: bytes, validity: float = 0.0) -> None:
         """py-libp2p calls this for our own record. Its `validity` is longer than we keep anything."""
+        self.put_record(key, self._signed(key, value))
+
+    def _signed(self, key: bytes, value: bytes) -> Record:
         from libp2p.records.record import make_signed_put_record
 
         record = make_signed_put_record(key, value, self.host.get_private_key())
         record.timeReceived = format_time_rfc3339()
-        self.put_record(key, record)
+        return record
 
     def put_record(self, key: bytes, record: Record) -> None:
         self._records.put(key, record, len(key) + record.ByteSize(), _SOURCE.get(), trio.current_time())
@@ -83,6 +89,33 @@ class Values(ValueStore):
     def size(self) -> int:
         return len(self._records)
 
+    async def _get_from_peer(
+        self, peer_id: ID, key: bytes, return_record: bool = False, return_closer_peers: bool = False
+    ) -> Any:  # Any: py-libp2p's result depends on the last two
+        """Raises one of `circuit_wire.FAILURES`."""
+        record, closer = self.get(key), list[ID]()
+        if peer_id != self.local_peer_id:
+            record, closer = await self._asked(peer_id, key)
+        found = record if return_record or record is None else record.value
+        return (found, closer) if return_closer_peers else found
+
+    async def _asked(self, peer: ID, key: bytes) -> tuple[Record | None, list[ID]]:
+        """The record without all that is not used of it, and the peers that may have it too."""
+        answer = await self._client.ask(peer, Message(type=Message.GET_VALUE, key=key))
+        value, record = answer.record.value, None
+        if 0 < len(value) <= self._record_bytes:
+            record = Record(key=key, value=value, timeReceived=format_time_rfc3339())
+        return record, self._client.led_to(answer)
+
+    async def _store_at_peer(self, peer_id: ID, key: bytes, value: bytes, record: Record | None = None) -> bool:
+        """Raises one of `circuit_wire.FAILURES`."""
+        if peer_id == self.local_peer_id:
+            return True
+        sent = Message(type=Message.PUT_VALUE, key=key)
+        sent.record.CopyFrom(record or self.get(key) or self._signed(key, value))
+        sent.record.ClearField("timeReceived")
+        return (await self._client.ask(peer_id, sent)).key == key
+
     async def _republish_records(self, peer_routing: Any = None) -> None:
         """Nodes publish more often than py-libp2p would."""
 
@@ -92,6 +125,7 @@ class Providers(ProviderStore):
 
     def __init__(self, host: IHost, peer_routing: Any, policy: DhtPolicy) -> None:
         super().__init__(host, peer_routing)
+        self._client = DhtClient(host, policy)
         self._policy = policy
         self._rng = SystemRandom()
         self._records: BoundedStore[tuple[bytes, bytes], tuple[bytes, ...]] = BoundedStore(
@@ -132,6 +166,19 @@ class Providers(ProviderStore):
     def get_provided_keys(self, peer_id: ID) -> list[bytes]:
         peer = peer_id.to_bytes()
         return [key for key in list(self._of_key) if peer in self._living(key)]
+
+    async def _get_providers_from_peer_with_closers(self, peer_id: ID, key: bytes) -> tuple[list[PeerInfo], list[ID]]:
+        """Raises one of `circuit_wire.FAILURES`."""
+        answer = await self._client.ask(peer_id, Message(type=Message.GET_PROVIDERS, key=key))
+        return self._client.providers(answer), self._client.led_to(answer)
+
+    async def _send_add_provider(self, peer_id: ID, key: bytes) -> bool:
+        """Raises one of `circuit_wire.FAILURES`."""
+        assert self.host is not None
+        addresses = [each.to_bytes() for each in self.host.get_addrs()]
+        ourselves = Message.Peer(id=self.host.get_id().to_bytes(), addrs=addresses)
+        await self._client.tell(peer_id, Message(type=Message.ADD_PROVIDER, key=key, providerPeers=[ourselves]))
+        return True
 
     async def _republish_provider_records(self) -> None:
         """See `Values._republish_records`."""

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 import msgpack
 import trio
 from libp2p.exceptions import BaseLibp2pError
-from libp2p.kad_dht import peer_routing, provider_store, value_store
 from libp2p.kad_dht.kad_dht import DHTMode, KadDHT
 from libp2p.records.pubkey import PublicKeyValidator
 from libp2p.records.validator import NamespacedValidator, Validator
@@ -25,6 +24,7 @@ from libp2p.tools.anyio_service import background_trio_service
 from llmnode.core.budget import Kind, Resource
 from llmnode.core.ids import PeerId
 from llmnode.errors import ConfigError, RemoteProtocolError
+from llmnode.net.dht_client import Routing, Table
 from llmnode.net.dht_server import DhtServer
 from llmnode.net.dht_stores import Providers, Values
 from llmnode.net.identity import is_signed
@@ -54,7 +54,6 @@ async def open_directory(network: Libp2pNetwork, policy: SwarmPolicy) -> AsyncIt
     mode = DHTMode.SERVER if network.addresses else DHTMode.CLIENT
     validator = NamespacedValidator({"pk": PublicKeyValidator(), NAMESPACE: _AnnouncementValidator(policy)})
     dht_policy = policy.dht
-    _accept_small_answers(dht_policy)
     kept = network.budget.process.open(Kind.PEER, "records of the DHT")
     if not kept.take(Resource.MEMORY, dht_policy.value_bytes + dht_policy.provider_bytes):
         raise ConfigError("the memory budget leaves nothing for the DHT: raise BudgetPolicy.memory_bytes")
@@ -123,12 +122,14 @@ class DhtDirectory:
             await self._dht.add_peer(peer)
 
     async def _apart(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Wait for `work`, but not for ever, and never cancel it: that could ruin a connection that carries links."""
+        """Wait for `work`, but not for ever. It goes on meanwhile, for as long as a record lives: peers of the DHT may
+        lead on without end.
+        """
         done = trio.Event()
 
         async def run() -> None:
             try:
-                with contextlib.suppress(BaseLibp2pError):
+                with contextlib.suppress(BaseLibp2pError), trio.move_on_after(self._policy.dht.lifetime_s):
                     await work()
             finally:
                 done.set()
@@ -139,24 +140,20 @@ class DhtDirectory:
 
 
 class _Kademlia(KadDHT):
-    """The library's DHT with our stores, and our answers to others."""
+    """The library's DHT with our stores, our requests and our answers to others."""
 
     def __init__(
         self, network: Libp2pNetwork, mode: DHTMode, validator: NamespacedValidator, policy: DhtPolicy
     ) -> None:
         super().__init__(network.host, mode, validator=validator, strict_validation=True)
+        table = self.routing_table = Table(network.host, policy)
+        self.peer_routing = Routing(network.host, table, policy)
         self.values = self.value_store = Values(network.host, policy)
         self.providers = self.provider_store = Providers(network.host, self.peer_routing, policy)
-        self._server = DhtServer(self, policy, lambda peer: _peer_key(PeerId(peer.to_base58())))
+        self._server = DhtServer(self, table, policy, lambda peer: _peer_key(PeerId(peer.to_base58())))
 
     async def handle_stream(self, stream: INetStream) -> None:
         await self._server.take_stream(stream)
-
-
-def _accept_small_answers(policy: DhtPolicy) -> None:
-    """It would read an answer of 4 MiB."""
-    for module in (peer_routing, provider_store, value_store):
-        module.MAX_DHT_MESSAGE_SIZE = policy.message_bytes  # type: ignore[attr-defined]  # imported there by name
 
 
 class _AnnouncementValidator(Validator):

@@ -24,9 +24,13 @@ class DhtPolicy:
     """Addresses of one peer."""
     address_bytes: int = 256
     key_bytes: int = 128
-    message_bytes: int = 128 << 10
-    """An answer with 20 peers and their addresses is smaller."""
+    looked_at: int = 32
+    """The addresses of a peer that are looked at for those at IP addresses."""
+    message_bytes: int = 64 << 10
+    """An answer with 20 peers and their addresses is smaller. Twice this number takes 5 ms to parse at worst."""
     peers_told: int = 20
+    buckets: int = 32
+    """The routing table has at most 20 peers in each. It takes a microsecond for each of its peers to find some."""
     streams: int = 64
     """Streams over which others ask, all together."""
     streams_per_group: int = 32
