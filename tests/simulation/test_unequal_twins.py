@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import trio
 
+from llmnode.core.span import Span
 from llmnode.session import passes
 from llmnode.session.passes import SwarmPasses
 from llmnode.session.peer_records import PeerRecords
@@ -98,11 +99,13 @@ class Done:
 
 
 @asynccontextmanager
-async def twins(monkeypatch: pytest.MonkeyPatch, *times: float) -> AsyncIterator[Twins]:
+async def twins(monkeypatch: pytest.MonkeyPatch, *times: float, spans: Sequence[Span] = ()) -> AsyncIterator[Twins]:
+    """They have these spans, or all blocks."""
     monkeypatch.setattr(passes, "MOST_POSITIONS", POSITIONS)
     async with world(conditions=Conditions(delay_s=0.001)) as swarm:
         for number, each in enumerate(times):
-            await swarm.start(f"twin{number}", ALL_BLOCKS, said_us=round(1e6 * POSITION_S * each))
+            span = spans[number] if spans else ALL_BLOCKS
+            await swarm.start(f"twin{number}", span, said_us=round(1e6 * POSITION_S * each))
         async with swarm.client() as (router, _):
             found = Twins(swarm, SwarmPasses(router.finder, Codec.RAW), monkeypatch)
             for number, each in enumerate(times):
@@ -127,6 +130,14 @@ async def test_twins_are_busy_each_at_its_speed(times: Sequence[float], monkeypa
         assert later.least_busy > 0.6
         assert back.least_busy > 0.6
         assert sum(back.busy_s.values()) / back.took_s > 0.8 * len(times)
+
+
+@simulated
+async def test_a_server_of_all_blocks_and_two_of_a_half_share_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with twins(monkeypatch, 1.0, 1.0, 1.0, spans=(ALL_BLOCKS, Span(0, 3), Span(3, 6))) as servers:
+        await servers.forward()
+        assert summed((1.0, 1.0, 1.0)) / (await servers.forward()).took_s > 0.75
+        assert (await servers.backward()).least_busy > 0.5
 
 
 @simulated
