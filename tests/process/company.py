@@ -13,17 +13,17 @@ import trio
 from llmnode.compute.batching import BatchingWorker
 from llmnode.compute.executor import SpanExecutor
 from llmnode.core.operations import Backward, Evaluate
+from llmnode.core.peers.pass_loads import PassLoads
 from llmnode.core.route import HopCost
-from llmnode.session.peer_records import PeerRecords
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     import pytest
 
-    from llmnode.core.announcement import Announcement
     from llmnode.core.ids import PeerId
     from llmnode.core.operations import Operation, Pass
+    from llmnode.core.peers.pass_loads import Holder
 
 T = TypeVar("T")
 
@@ -66,8 +66,8 @@ def in_company(clients: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[t
                 await all_came.wait()
         return await do(worker, operation)
 
-    def costs(_records: PeerRecords, announcements: Sequence[Announcement], *_args: Any, **_options: Any) -> Any:
-        peers = sorted(each.peer for each in announcements)
+    def costs(_loads: PassLoads, holders: Sequence[Holder], *_args: Any, **_options: Any) -> Any:
+        peers = sorted(each.peer for each in holders)
         return {peer: HopCost(block_s=0.001 + 0.001 * number) for number, peer in enumerate(peers)}
 
     def counted(executor: SpanExecutor, passes: Sequence[Pass]) -> Any:
@@ -76,7 +76,7 @@ def in_company(clients: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[t
         return run(executor, passes)
 
     with monkeypatch.context() as patched:
-        patched.setattr(PeerRecords, "costs", costs)
+        patched.setattr(PassLoads, "costs", costs)
         patched.setattr(BatchingWorker, "pass_blocks", lambda _worker, _kind, _positions, blocks: blocks)
         patched.setattr(BatchingWorker, "do", do_with_others)
         patched.setattr(SpanExecutor, "run", counted)
