@@ -23,6 +23,10 @@ RANGES = [
     ipaddress.ip_network(each)
     for each in ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "fc00::/7")
 ]
+TRANSLATED = [ipaddress.ip_network(each) for each in ("64:ff9b::/96", "::/96")]
+"""IPv6 addresses that end with an IPv4 address: of NAT64 (RFC 6052), and of an older form."""
+NAT64_INSIDE = ipaddress.ip_network("64:ff9b:1::/48")
+"""Those of NAT64 that mean something in one network alone (RFC 8215)."""
 
 
 @dataclass(slots=True)
@@ -130,11 +134,20 @@ def scope_of(host: str) -> str | None:
     if ip.is_link_local:
         return "link"
     if ip.is_global:
-        return PUBLIC
+        return None if _leads_inside(ip) else PUBLIC
     for each in RANGES:
         if ip in each:
             return str(each)
     return None if ip.is_reserved else "other"
+
+
+def _leads_inside(ip: IpAddress) -> bool:
+    """Whether a gateway in the node's own network may translate it to an IPv4 address there."""
+    if isinstance(ip, ipaddress.IPv4Address):
+        return False
+    last = ipaddress.IPv4Address(int(ip) & 0xFFFF_FFFF)
+    inner = ip.sixtofour or (last if any(ip in each for each in TRANSLATED) else None)
+    return ip in NAT64_INSIDE or (inner is not None and not inner.is_global)
 
 
 def is_local(host: str) -> bool:
