@@ -12,6 +12,7 @@ from llmnode.core.policy import BudgetPolicy, LinkPolicy
 from llmnode.net.addresses import LISTEN_ANY_LOOPBACK, parse_peer
 from llmnode.net.host import open_network
 from llmnode.net.libp2p_host import NEWCOMERS
+from llmnode.net.pings import PING, answer_pings
 from unit.circuits import until
 from unit.in_trio import in_trio
 from unit.links import POLICY
@@ -79,3 +80,5 @@ async def test_services_that_were_not_chosen_are_off() -> None:
             "/llmnode/link/1",
             "/llmnode/link/2",
         }
+        ping: Any = host.get_mux().handlers[PING]
+        assert ping.func is answer_pings, "py-libp2p's own answers as fast as they come"
