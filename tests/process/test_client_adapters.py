@@ -21,7 +21,8 @@ pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 TEXTS = ["Hello, my name is", "Once upon a time there"]
 FURTHEST = 1e-5
-"""The norm-relative error of a loss or a gradient."""
+"""The norm-relative error of a loss. Gradients may have three times that: through 30 blocks, those of one process
+are up to 1.8e-5 from their values in fp64."""
 CONFIGS = {
     "one": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]},
     "two": {"r": 3, "target_modules": ["down_proj", "k_proj"], "layers_to_transform": [2, 11, 12, 29]},
