@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from llmnode.core.model import FP32_BYTES
-from llmnode.core.operations import NO_PROMPTS, Backward, Evaluate
+from llmnode.core.operations import NO_DROPOUT, NO_PROMPTS, Backward, Evaluate
 from llmnode.core.sequences import grouped, split_rows
 from llmnode.core.span import Span
 from llmnode.errors import ConfigError, PeerRefused
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from llmnode.core.operations import Buffer, Computed, DeepPrompts
+    from llmnode.core.operations import Buffer, Computed, DeepPrompts, Dropout
     from llmnode.core.priority import Priority
     from llmnode.core.serving.client_counters import Client
     from llmnode.node.serve.adapter_store import AdapterInUse
@@ -47,6 +47,8 @@ class PassTerms:
     """Else it wants no gradients for the numbers of the adapter."""
     alone: bool = False
     """The bits of the answer depend on nothing else here."""
+    dropout: Dropout = NO_DROPOUT
+    """That of all sequences."""
 
 
 class PassParts:
@@ -76,6 +78,7 @@ class PassParts:
         self._worker = served.worker
         self._account = client.peer, terms.priority, None if adapter is None else adapter.digest
         self._group, self._number, self._alone = client.group, terms.number, terms.alone
+        self._dropout = terms.dropout
         self._kept_bytes = len(span) * served.model.row_bytes
         """A backward keeps this for each position that goes together."""
         self._lengths = lengths
@@ -155,7 +158,8 @@ class PassParts:
             prompts = self._prompts(blocks, rows)
             more = values, self._waited_s, prompts
             whose = self._group, self._number, self._alone
-            backward = Backward(blocks, lengths, hidden, gradient, *self._account, *more, *whose)
+            dropout = self._dropout.of_sequences(*rows)
+            backward = Backward(blocks, lengths, hidden, gradient, *self._account, *more, *whose, dropout=dropout)
             found = memoryview(await self._do(backward))
             gradient_bytes = memoryview(gradient).nbytes
             trained = gradient_bytes + FP32_BYTES * values
@@ -165,8 +169,8 @@ class PassParts:
         return gradient
 
     def _evaluate(self, blocks: Span, lengths: tuple[int, ...], rows: tuple[int, int], hidden: Buffer) -> Evaluate:
-        more = self._waited_s, self._prompts(blocks, rows)
-        return Evaluate(blocks, lengths, hidden, *self._account, *more, self._group, self._number, self._alone)
+        more, own = (self._waited_s, self._prompts(blocks, rows)), self._dropout.of_sequences(*rows)
+        return Evaluate(blocks, lengths, hidden, *self._account, *more, self._group, self._number, self._alone, own)
 
     def _prompts(self, blocks: Span, rows: tuple[int, int]) -> DeepPrompts:
         own = self.prompts.of_blocks(blocks.start - self.span.start, blocks.end - self.span.start)

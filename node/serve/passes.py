@@ -16,6 +16,7 @@ from llmnode.core.span import Span
 from llmnode.errors import ConfigError, PeerRefused, RemoteProtocolError, WorkerLost
 from llmnode.node.serve.pass_parts import PassParts, PassTerms
 from llmnode.wire.deep_prompts import PromptsForm
+from llmnode.wire.dropout import dropout_of
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.messages import RefusalCode, pack, unpack
 from llmnode.wire.pass_deadline import deadline_s
@@ -65,7 +66,7 @@ class LinkPasses:
             raise RemoteProtocolError(f"[{request.span_start}, {request.span_end}) is no span")
         served, span = self._served_for(request), Span(request.span_start, request.span_end)
         positions, form = sum(request.lengths), _form(request, served)
-        prompts = PromptsForm.of(request, form.hidden_size)
+        prompts, dropout = PromptsForm.of(request, form.hidden_size), dropout_of(request)
         if len(frame.payload) != (expected := _halves(frame) * form.bytes_of(positions) + prompts.size_bytes):
             what = f"{frame.type.name}: {len(frame.payload)} bytes for {positions} positions, expected {expected}"
             raise RemoteProtocolError(what)
@@ -77,7 +78,7 @@ class LinkPasses:
             if (adapter := served.use(request.adapter, span)) is not None:
                 refused.callback(adapter.release)
             trains_adapter, alone = not _says(request, FROZEN_ADAPTER), _says(request, ALONE)
-            terms = PassTerms(priority, next(self._numbers), trains_adapter, alone)
+            terms = PassTerms(priority, next(self._numbers), trains_adapter, alone, dropout)
             parts = PassParts(served, span, request.lengths, self._client, adapter, terms)
             work_bytes = form.pass_work_bytes(positions, _halves(frame))
             # Prompts are held as they came, and by part; their gradients as they come, summed, and in the answer.

@@ -11,7 +11,10 @@ import pytest
 import torch
 
 import llmnode
+from llmnode.core.operations import NO_DROPOUT, Dropout
 from llmnode.errors import ConfigError
+from llmnode.wire.dropout import SEEDS
+from unit.dropped import drop_by_hand
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -181,12 +184,52 @@ def test_rows_with_adapters_of_their_own_are_as_in_one_process(
     assert len({tuple(text) for text in texts[0][of_one_text].tolist()}) > 2
 
 
+def test_dropout_in_training_is_that_of_one_process_with_the_same_masks_and_a_text_has_none(
+    peers: list[str], transformers_model: Any, tokenizer: Any
+) -> None:
+    inputs = tokenizer(TEXTS, return_tensors="pt", padding=True, padding_side="right")
+    prompt = tokenizer(TEXTS[:1], return_tensors="pt")
+    options = {"r": 4, "lora_dropout": 0.1, "layers_to_transform": [3, 14, 22]}
+    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "down_proj"], **options)
+    found: dict[str, Any] = {}
+    with llmnode.connect(peers=peers) as connected:
+        for side, base in (("theirs", transformers_model), ("ours", connected)):
+            model = peft.get_peft_model(base, config)
+            draw(model, 4, 0.1)
+            if side == "theirs":
+                _drop_as_remote_blocks(model)
+            torch.manual_seed(5)
+            model.train()
+            learned = learn(model, inputs, 2)
+            if side == "theirs":
+                model.eval()  # a session has no dropout in any case
+            text = model.generate(**prompt, max_new_tokens=4, do_sample=False)
+            found[side] = *learned, text
+            model.unload()
+    (losses, gradients, text), (their_losses, their_gradients, their_text) = found["ours"], found["theirs"]
+    assert all(error(one, other) < FURTHEST for one, other in zip(losses, their_losses, strict=True))
+    assert gradients.keys() == their_gradients.keys()
+    for path, gradient in gradients.items():
+        assert error(gradient, their_gradients[path]) < 3 * FURTHEST, path
+    assert text.equal(their_text)
+
+
+def _drop_as_remote_blocks(model: Any) -> None:
+    """Have a whole model drop what one through servers does: it draws a seed for each row before a forward."""
+    drawn: list[Dropout] = []
+
+    def draw_seeds(*_: object) -> None:
+        drawn[:] = [Dropout(0.1, tuple(torch.randint(SEEDS - 1, (len(TEXTS),)).tolist()))]
+
+    model.register_forward_pre_hook(draw_seeds)
+    drop_by_hand(model, "model.layers.", lambda: drawn[0] if model.training else NO_DROPOUT)
+
+
 @pytest.mark.parametrize(
     ("config", "why"),
     [
         ({"use_dora": True}, "plain LoRA"),
         ({"lora_bias": True}, "plain LoRA"),
-        ({"lora_dropout": 0.1}, "lora_dropout=0"),
         ({"r": 300}, "a rank of 300"),
     ],
     ids=lambda case: next(iter(case)) if isinstance(case, dict) else "",

@@ -45,7 +45,8 @@ def _train(model: Any, before_step: Callable[[int], None] = lambda _step: None) 
     """The losses of some steps, and the adapter after them."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    config = peft.LoraConfig(target_modules=["q_proj", "down_proj"], r=4, init_lora_weights="gaussian")
+    options = {"r": 4, "lora_dropout": 0.1, "init_lora_weights": "gaussian"}
+    config = peft.LoraConfig(target_modules=["q_proj", "down_proj"], **options)
     trained = peft.get_peft_model(model, config)
     optimizer = torch.optim.SGD([each for each in trained.parameters() if each.requires_grad], lr=0.1)
     losses = []

@@ -10,7 +10,7 @@ import peft
 import torch
 
 from llmnode.compute.load_executor import load_executor
-from llmnode.core.operations import Backward, Evaluate
+from llmnode.core.operations import NO_DROPOUT, Backward, Evaluate
 from llmnode.core.span import Span
 from llmnode.models.load import load_ends
 from llmnode.models.lora import Lora, matrices, values_of
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from llmnode.compute.executor import SpanExecutor
     from llmnode.core.ids import AdapterId
+    from llmnode.core.operations import Dropout
     from llmnode.models.lora import Part
     from llmnode.models.sources.folder import ModelFolder
 
@@ -77,8 +78,8 @@ class Remote(torch.autograd.Function):
         ctx.executor, ctx.found = executor, found
         rows = hidden.split([length for _, length in ROWS])
         passes = [
-            Evaluate(executor.span, (len(row),), to_bytes(row), adapter=found.adapter(executor, name))
-            for (name, _), row in zip(ROWS, rows, strict=True)
+            Evaluate(executor.span, (len(row),), to_bytes(row), adapter=found.adapter(executor, name), dropout=dropout)
+            for (name, _), row, dropout in zip(ROWS, rows, found.dropouts, strict=True)
         ]
         return torch.cat([from_bytes(each, HIDDEN_SIZE) for each in executor.run(passes)])
 
@@ -87,14 +88,12 @@ class Remote(torch.autograd.Function):
         (hidden,), executor, found = ctx.saved_tensors, ctx.executor, ctx.found
         lengths = [length for _, length in ROWS]
         passes = []
-        for (name, length), row, wanted in zip(ROWS, hidden.split(lengths), gradient.split(lengths), strict=True):
+        numbers = zip(ROWS, hidden.split(lengths), gradient.split(lengths), found.dropouts, strict=True)
+        for (name, length), row, wanted, dropout in numbers:
             values = sum(values_of(part) for part in found.here(executor, name).values())
-            adapter = found.adapter(executor, name)
-            passes.append(
-                Backward(
-                    executor.span, (length,), to_bytes(row), to_bytes(wanted), adapter=adapter, adapter_values=values
-                )
-            )
+            both = to_bytes(row), to_bytes(wanted)
+            more: dict[str, Any] = {"adapter": found.adapter(executor, name), "dropout": dropout}
+            passes.append(Backward(executor.span, (length,), *both, adapter_values=values, **more))
         gradients = []
         for each, (name, length), output in zip(passes, ROWS, executor.run(passes), strict=True):
             rows = length * HIDDEN_SIZE * 4
@@ -106,10 +105,14 @@ class Remote(torch.autograd.Function):
 
 
 class Found:
-    """The parts of all adapters, and the gradients that executors have given for their matrices."""
+    """The parts of all adapters, their dropout, and the gradients that executors have given for their matrices."""
 
-    def __init__(self, parts: Mapping[str, Mapping[int, Part]]) -> None:
+    def __init__(self, parts: Mapping[str, Mapping[int, Part]], dropouts: Sequence[Dropout] | None = None) -> None:
+        """`dropouts` has that of each of `ROWS`."""
         self.parts = parts
+        self.dropouts = dropouts or [NO_DROPOUT] * len(ROWS)
+        self.row = 0
+        """The one that goes through the whole model now."""
         self.gradients = {
             name: {block: [torch.zeros_like(each) for each in matrices(part)] for block, part in of_name.items()}
             for name, of_name in parts.items()
@@ -166,6 +169,7 @@ def learn_whole(model: Any, found: Found, batch: Batch) -> Learned:
     """By PEFT, over the whole model of transformers."""
     scores = []
     for (name, _), each in zip(ROWS, batch.embedded, strict=True):
+        found.row = len(scores)
         if name is None:
             with model.disable_adapter():
                 scores.append(model(inputs_embeds=each[None]).logits[0])

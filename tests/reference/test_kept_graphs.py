@@ -12,8 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from llmnode.compute import gradients
 from llmnode.compute.adapted import AdaptedRows, adapt
 from llmnode.compute.deep_prompts import PromptedSequences
+from llmnode.compute.dropout import DroppedRows
 from llmnode.compute.gradients import gradients_of
 from llmnode.compute.load_executor import load_executor
+from llmnode.core.operations import Dropout
 from llmnode.core.span import Span
 from llmnode.models.lora import Lora, targets_of
 from reference.small import BLOCKS, HIDDEN_SIZE, KV_TOKENS, make_model, open_saved
@@ -47,7 +49,7 @@ class Kept(NamedTuple):
 
 
 class Backwards:
-    """Backwards through `executor`, of three sequences, two of which have adapters, and all have deep prompts."""
+    """Backwards through `executor`, of three sequences. Two have adapters, one with dropout; all have deep prompts."""
 
     def __init__(self, executor: SpanExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
         self._model = executor.model
@@ -57,7 +59,8 @@ class Backwards:
         parts = [
             {index: self._part(index, rank) for index in range(SPAN.start + rank - 2, SPAN.end)} for rank in (2, 3)
         ]
-        self._rows = [AdaptedRows(0, 23, parts[0]), AdaptedRows(24, 33, parts[1])]
+        dropout = DroppedRows(Dropout(0.2, (7,)), (9,), torch.device("cpu"))
+        self._rows = [AdaptedRows(0, 23, parts[0]), AdaptedRows(24, 33, parts[1], dropout)]
         self._monkeypatch = monkeypatch
 
     def _part(self, index: int, rank: int) -> Part:

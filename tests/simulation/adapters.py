@@ -11,10 +11,11 @@ import numpy as np
 
 from llmnode.core.budget import Resource
 from llmnode.core.model import FP32_BYTES
-from llmnode.core.operations import NO_PROMPTS, DeepPrompts
+from llmnode.core.operations import NO_DROPOUT, NO_PROMPTS, DeepPrompts, Dropout
 from llmnode.core.span import Span
 from llmnode.testing.exact_blocks import (
     exact_adapter_gradient,
+    exact_adapters,
     exact_gradient,
     exact_input,
     exact_output,
@@ -23,10 +24,11 @@ from llmnode.testing.exact_blocks import (
 )
 from llmnode.testing.world import GENEROUS
 from llmnode.wire.adapter import make_adapter
+from llmnode.wire.dropout import SEEDS
 from simulation.world import ALL_BLOCKS, MODEL, ROW
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from llmnode.session.passes import SwarmPasses
     from llmnode.session.router import Router
@@ -55,27 +57,38 @@ def by_sequence(numbers: bytes, lengths: Sequence[int]) -> list[bytes]:
     return [numbers[start:end] for start, end in pairwise(edges)]
 
 
+def drawn_dropout(rng: random.Random, sequences: int) -> Dropout:
+    return Dropout(rng.random(), tuple(rng.randrange(SEEDS) for _ in range(sequences)))
+
+
 async def there_and_back(
-    client: SwarmPasses, seed: int, lengths: Sequence[int], adapter: Adapter | None, span: Span = ALL_BLOCKS
+    client: SwarmPasses,
+    seed: int,
+    lengths: Sequence[int],
+    adapter: Adapter | None,
+    span: Span = ALL_BLOCKS,
+    between: Callable[[], None] = lambda: None,
 ) -> None:
     """A forward and a backward with `adapter`, which are right to the bit, and so are the gradients for its numbers.
 
-    Half of them have deep prompts too.
+    Half of them have deep prompts too, and half of them dropout. Servers that die `between` are not needed.
     """
     hidden, gradient = drawn(seed, sum(lengths)), drawn(~seed, sum(lengths))
-    parts = {} if adapter is None else adapter.parts
     prompts = DeepPrompts(len(span), 1, 1, drawn(seed, len(span))) if seed % 2 else NO_PROMPTS
-    own = exact_prompts(prompts, len(lengths))
+    has_dropout = adapter is not None and seed // 2 % 2
+    dropout = drawn_dropout(random.Random(seed), len(lengths)) if has_dropout else NO_DROPOUT
+    own, parts = exact_prompts(prompts, len(lengths)), {} if adapter is None else adapter.parts
+    adapters = exact_adapters(parts, dropout, len(lengths))
     entering, coming = by_sequence(hidden, lengths), by_sequence(gradient, lengths)
-    output, crossed = await client.outputs(span, lengths, hidden, adapter, prompts)
-    expected = [exact_output(each, span, parts, prompt) for each, prompt in zip(entering, own, strict=True)]
-    assert output == b"".join(expected)
+    output, crossed = await client.outputs(span, lengths, hidden, adapter, prompts, dropout)
+    assert output == b"".join(map(exact_output, entering, [span] * len(entering), adapters, own))
+    between()
     found = await client.all_gradients(crossed, gradient)
-    assert found.hidden == b"".join(exact_gradient(each, span, parts) for each in coming)
+    assert found.hidden == b"".join(map(exact_gradient, coming, [span] * len(coming), adapters))
     pairs = list(zip(entering, coming, strict=True))
-    of_adapter = np.frombuffer(exact_adapter_gradient(pairs, span, parts, own), np.float32)
+    of_adapter = np.frombuffer(exact_adapter_gradient(pairs, span, adapters, own), np.float32)
     assert found.adapter.tolist() == of_adapter.tolist()
-    assert found.prompts.tobytes() == exact_prompt_gradient(coming, span, prompts, parts)
+    assert found.prompts.tobytes() == exact_prompt_gradient(coming, span, prompts, adapters)
 
 
 def parts_held(swarm: World) -> int:

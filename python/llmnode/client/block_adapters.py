@@ -23,7 +23,7 @@ from llmnode.models.tensors import to_bytes
 from llmnode.wire.adapter import make_adapter
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from llmnode.core.span import Span
     from llmnode.models.lora import Part
@@ -61,6 +61,16 @@ class Chosen:
     rows: Sequence[int]
     parts: Mapping[int, Part]
     adapter: Adapter | None
+    dropouts: Collection[float] = ()
+    """The probabilities with which its layers drop what goes into them."""
+
+    @property
+    def dropout(self) -> float:
+        """The one of all layers. Raises ConfigError if they differ."""
+        if len(self.dropouts) > 1:
+            has = " and ".join(map(str, sorted(self.dropouts)))
+            raise ConfigError(f"layers of one adapter have dropout of {has}: give all of them the same lora_dropout")
+        return next(iter(self.dropouts), 0.0)
 
 
 class BlockAdapters:
@@ -86,9 +96,9 @@ class BlockAdapters:
         names = _names_of_rows(layers, rows)
         found = []
         for name in dict.fromkeys(names):
-            parts = _parts(layers, name)
-            adapter = self.adapter(parts, name)
-            found.append(Chosen([row for row, each in enumerate(names) if each == name], parts, adapter))
+            parts, dropouts = _parts(layers, name)
+            adapter, own = self.adapter(parts, name), [row for row, each in enumerate(names) if each == name]
+            found.append(Chosen(own, parts, adapter, dropouts))
         return found
 
     def adapter(self, parts: Mapping[int, Part], name: str | None = None) -> Adapter | None:
@@ -132,13 +142,18 @@ def _names_of_rows(layers: Sequence[tuple[int, str, Any]], rows: int) -> Sequenc
     return names
 
 
-def _parts(layers: Sequence[tuple[int, str, Any]], name: str | None) -> dict[int, Part]:
-    """The updates `name` of each block that has any, None for the active ones. Raises ConfigError as `chosen`."""
+def _parts(layers: Sequence[tuple[int, str, Any]], name: str | None) -> tuple[dict[int, Part], set[float]]:
+    """The updates `name` of each block that has any, None for the active ones, and the dropout before them.
+
+    Raises ConfigError as `chosen`.
+    """
     found: dict[int, dict[str, Lora]] = {}
+    dropouts = set()
     for index, path, layer in layers:
-        if (lora := _update(f"block {index}: {path}", layer, name)) is not None:
-            found.setdefault(index, {})[path] = lora
-    return dict(found)
+        if (update := _update(f"block {index}: {path}", layer, name)) is not None:
+            found.setdefault(index, {})[path], dropout = update
+            dropouts.add(dropout)
+    return dict(found), dropouts
 
 
 def _pack(index: int, part: Part, before: _Packed | None) -> _Packed:
@@ -169,8 +184,8 @@ def trained_matrices(parts: Mapping[int, Part], span: Span) -> list[torch.Tensor
     return [each for block in sorted(parts) if span.start <= block < span.end for each in matrices(parts[block])]
 
 
-def _update(where: str, layer: Any, name: str | None) -> Lora | None:  # Any: PEFT's, if it is not ours
-    """The update `name` that PEFT has for a layer, or None. Without a name it is the active one.
+def _update(where: str, layer: Any, name: str | None) -> tuple[Lora, float] | None:  # Any: PEFT's, if it is not ours
+    """The update `name` that PEFT has for a layer, and its dropout, or None. Without a name it is the active one.
 
     Raises ConfigError for any other than plain LoRA.
     """
@@ -198,12 +213,19 @@ def _update(where: str, layer: Any, name: str | None) -> Lora | None:  # Any: PE
     (name,) = active
     if layer.lora_variant.get(name) is not None or layer.lora_bias.get(name):
         raise ConfigError(f"{where}: servers compute plain LoRA, without DoRA, other variants or a bias")
-    if layer.training and getattr(layer.lora_dropout[name], "p", 0.0):
-        raise ConfigError(f"{where}: servers drop nothing out: set lora_dropout=0")
     a, b = layer.lora_A[name].weight, layer.lora_B[name].weight
     if len(a) > MOST_RANK:
         raise ConfigError(f"{where}: a rank of {len(a)}, and servers take {MOST_RANK} at most")
-    return Lora(a, b, float(layer.scaling[name]))
+    return Lora(a, b, float(layer.scaling[name])), _dropout(where, layer.lora_dropout[name])
+
+
+def _dropout(where: str, module: torch.nn.Module) -> float:
+    """The probability with which a module of PEFT drops a number now. Raises ConfigError for what servers do not do."""
+    if not module.training or isinstance(module, torch.nn.Identity):
+        return 0.0
+    if type(module) is not torch.nn.Dropout or module.p >= 1:
+        raise ConfigError(f"{where}: servers compute dropout of a probability below 1, and this is {module}")
+    return float(module.p)
 
 
 def _check_frozen(where: str, layer: torch.nn.Module) -> None:

@@ -34,7 +34,7 @@ IGNORED = frozenset({"num_items_in_batch", "is_causal", "cache_position", "token
 
 
 class DistributedDecoder(PreTrainedModel):
-    """Embeddings, remote blocks and last norm. It is always as after `eval()`: servers drop nothing out either."""
+    """Embeddings, remote blocks and last norm. It is always as after `eval()`, but for what PEFT adds to it."""
 
     _supports_sdpa = True  # of the ends, which have no attention
 

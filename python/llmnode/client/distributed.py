@@ -94,8 +94,8 @@ class Connection:
 class Distributed(PreTrainedModel):
     """A transformers model whose blocks are in the swarm; to be mixed into one with a head.
 
-    The client's part is differentiable, and frozen at first. Nothing in it drops out in training, and neither do
-    servers; the dropout of heads and of PEFT's methods works.
+    The client's part is differentiable, and frozen at first. Nothing in it drops out in training; the dropout of heads
+    and of PEFT's methods works.
     """
 
     supports_gradient_checkpointing = True  # servers keep nothing, and compute blocks again

@@ -13,10 +13,11 @@ import trio
 from torch.autograd.function import once_differentiable
 
 from llmnode.client.block_adapters import trained_matrices
-from llmnode.core.operations import NO_PROMPTS, DeepPrompts
+from llmnode.core.operations import NO_DROPOUT, NO_PROMPTS, DeepPrompts, Dropout
 from llmnode.core.span import Span
 from llmnode.errors import ConfigError, single_error
 from llmnode.models.tensors import from_bytes, to_bytes
+from llmnode.wire.dropout import SEEDS
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
     from llmnode.client.block_adapters import BlockAdapters, Chosen
     from llmnode.client.portal import Portal
     from llmnode.core.operations import Buffer
-    from llmnode.session.passes import Crossed, SwarmPasses
+    from llmnode.session.pass_batch import Crossed
+    from llmnode.session.passes import SwarmPasses
     from llmnode.wire.adapter import Adapter
 
 T = TypeVar("T")
@@ -127,7 +129,10 @@ class RemoteBlocks(torch.nn.Module):
             raise ConfigError(f"{longest} positions in a row: the model's context is {self._passes.model.context_text}")
         shortest = min(length for length in lengths if length)
         own_prompts = None if prompts is None else self.fitting_prompts(prompts, len(hidden), shortest)
-        groups = [self._group(each, real, own_prompts) for each in self._adapters.chosen(len(hidden))]
+        chosen = self._adapters.chosen(len(hidden))
+        # torch's generator, so that `manual_seed` makes them repeatable; and unchanged where nothing is dropped
+        seeds = torch.randint(SEEDS - 1, (len(hidden),)).tolist() if any(each.dropout for each in chosen) else []
+        groups = [self._group(each, real, own_prompts, seeds) for each in chosen]
         groups = [each for each in groups if each.lengths]
         given = [tensor for each in groups for tensor in (hidden[each.real].float().cpu(), each.prompts, *each.trained)]
         whole = torch.zeros(hidden.shape, dtype=torch.float32)
@@ -135,14 +140,16 @@ class RemoteBlocks(torch.nn.Module):
             whole = whole.masked_scatter(each.real.cpu()[..., None], output)
         return whole.to(hidden)
 
-    def _group(self, chosen: Chosen, real: torch.Tensor, prompts: torch.Tensor | None) -> _Group:
-        """The rows of one adapter, of which the tokens `real` are there."""
+    def _group(self, chosen: Chosen, real: torch.Tensor, prompts: torch.Tensor | None, seeds: Sequence[int]) -> _Group:
+        """The rows of one adapter, of which the tokens `real` are there. `seeds` are those of all rows, if need be."""
         own = torch.zeros_like(real)
         own[[*chosen.rows]] = real[[*chosen.rows]]
         if prompts is not None and prompts.shape[1] > 1:
             prompts = prompts[:, own.any(1).cpu()]
-        lengths = [length for length in own.sum(1).tolist() if length]
-        return _Group(own, lengths, chosen.adapter, prompts, trained_matrices(chosen.parts, self.span))
+        rows = own.any(1).nonzero().flatten().tolist()
+        dropout = Dropout(chosen.dropout, tuple(seeds[row] for row in rows)) if chosen.dropout else NO_DROPOUT
+        trained = trained_matrices(chosen.parts, self.span)
+        return _Group(own, own.sum(1)[rows].tolist(), chosen.adapter, prompts, trained, dropout)
 
     def fitting_prompts(self, prompts: torch.Tensor, rows: int, shortest: int) -> torch.Tensor:
         """The deep prompts of `rows` rows, in fp32. Raises ConfigError if they do not fit the blocks or the rows."""
@@ -169,6 +176,7 @@ class _Group:
     """Their deep prompts, of all blocks."""
     trained: Sequence[torch.Tensor]
     """The matrices of the adapter."""
+    dropout: Dropout
 
     @property
     def of_trained(self) -> Sequence[tuple[torch.Size, torch.dtype, torch.device]]:
@@ -202,7 +210,7 @@ class _Crossing(torch.autograd.Function):
             if prompts is not None:  # copied, since the backward needs them as they are now
                 count, rows, positions, _ = prompts.shape
                 own = DeepPrompts(count, rows, positions, to_bytes(prompts.clone()))
-            given_here = each.lengths, to_bytes(hidden), each.adapter, own
+            given_here = each.lengths, to_bytes(hidden), each.adapter, own, each.dropout
             is_deterministic = torch.are_deterministic_algorithms_enabled()
             calls.append(partial(passes.outputs, blocks.span, *given_here, deterministic=is_deterministic))
         found = blocks._portal.call(lambda: _together(calls))

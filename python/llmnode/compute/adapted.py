@@ -21,6 +21,7 @@ from llmnode.models.lora import targets_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from llmnode.compute.dropout import DroppedRows
     from llmnode.models.load import SpanModel
     from llmnode.models.lora import Lora, Part, Target
 
@@ -32,6 +33,7 @@ class AdaptedRows:
     start: int
     end: int
     parts: Mapping[int, Part]
+    dropout: DroppedRows | None = None
 
     def leaves(self, block: int) -> AdaptedRows:
         """The same in one block, with matrices that gradients are computed for."""
@@ -89,12 +91,15 @@ class _Adapted:
         return self._updated(input, output, rows) if rows else output
 
     def _updated(self, x: torch.Tensor, y: torch.Tensor, rows: Sequence[AdaptedRows]) -> torch.Tensor:
-        here = [
-            _Update(each.start, each.end, target.first, target.outputs, lora)
-            for each in rows
-            for name, target in self._targets.items()
-            if (lora := each.parts.get(self._block, {}).get(name)) is not None
-        ]
+        here, masks = [], []
+        for each in rows:
+            for name, target in self._targets.items():
+                if (lora := each.parts.get(self._block, {}).get(name)) is None:
+                    continue
+                scale = lora.scale * (1.0 if each.dropout is None else each.dropout.scale)
+                here.append(_Update(each.start, each.end, target.first, target.outputs, lora, scale))
+                layer = f"{self._block}.{name}"
+                masks.append(None if each.dropout is None else each.dropout.kept(layer, x.shape[-1]))
         if not here:
             return y
         if here[-1].end > y.numel() // y.shape[-1]:
@@ -103,7 +108,7 @@ class _Adapted:
         outputs = y.float()
         if torch.is_grad_enabled() and outputs._is_view():  # autograd does not let some views be changed in place
             outputs = outputs.clone()
-        updated: torch.Tensor = _Updated.apply(x.float(), outputs, here, *matrices)
+        updated: torch.Tensor = _Updated.apply(x.float(), outputs, here, masks, *matrices)
         return updated.to(y.dtype)
 
 
@@ -115,10 +120,12 @@ class _Update(NamedTuple):
     first: int
     outputs: int
     lora: Lora
+    scale: float
 
-    def of_rows(self, states: torch.Tensor) -> torch.Tensor:
-        """Its rows of `states` (..., size), as (rows, size)."""
-        return states.reshape(-1, states.shape[-1])[self.start : self.end]
+    def of_rows(self, states: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
+        """Its rows of `states` (..., size), as (rows, size), with 0 for what is not `kept`."""
+        own = states.reshape(-1, states.shape[-1])[self.start : self.end]
+        return own if kept is None else kept.to(own.dtype).mul_(own)
 
     def of_outputs(self, states: torch.Tensor) -> torch.Tensor:
         """Its rows and outputs of `states` (..., all outputs), over the same memory."""
@@ -127,7 +134,7 @@ class _Update(NamedTuple):
 
 
 class _Updated(torch.autograd.Function):
-    """The outputs `y` of a layer with what `updates` add to them, for its inputs `x`.
+    """The outputs `y` of a layer with what `updates` add to them, for its inputs `x`, some of which are dropped.
 
     They are added in place. A layer's outputs are several times its inputs, and each copy of them takes a training pass
     a tenth of the time of the product itself.
@@ -139,30 +146,36 @@ class _Updated(torch.autograd.Function):
         x: torch.Tensor,
         y: torch.Tensor,
         updates: Sequence[_Update],
+        masks: Sequence[torch.Tensor | None],
         *matrices: torch.Tensor,
     ) -> torch.Tensor:
         ctx.mark_dirty(y)
         ctx.updates = updates
         lows = []
-        for each, (a, b) in zip(updates, _pairs(matrices), strict=True):
-            lows.append(low := each.of_rows(x) @ a.t())
-            each.of_outputs(y).addmm_(low, b.t(), alpha=each.lora.scale)
-        ctx.save_for_backward(x, *lows, *matrices)
+        for each, kept, (a, b) in zip(updates, masks, _pairs(matrices), strict=True):
+            lows.append(low := each.of_rows(x, kept) @ a.t())
+            each.of_outputs(y).addmm_(low, b.t(), alpha=each.scale)
+        ctx.save_for_backward(x, *lows, *masks, *matrices)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, *saved = ctx.saved_tensors
-        lows, matrices = saved[: len(ctx.updates)], saved[len(ctx.updates) :]
+        count = len(ctx.updates)
+        lows, masks, matrices = saved[:count], saved[count : 2 * count], saved[2 * count :]
         of_x, of_matrices = torch.zeros_like(x), []
         gradient = gradient.contiguous()
-        for each, low, (a, b) in zip(ctx.updates, lows, _pairs(matrices), strict=True):
+        for each, low, kept, (a, b) in zip(ctx.updates, lows, masks, _pairs(matrices), strict=True):
             own = each.of_outputs(gradient)
-            of_low = (own @ b).mul_(each.lora.scale)
-            of_x.view(-1, of_x.shape[-1])[each.start : each.end].addmm_(of_low, a)
-            of_matrices += [of_low.t() @ each.of_rows(x), (own.t() @ low).mul_(each.lora.scale)]
-        return of_x, gradient, None, *of_matrices
+            of_low = (own @ b).mul_(each.scale)
+            of_rows = of_x.view(-1, of_x.shape[-1])[each.start : each.end]
+            if kept is None:
+                of_rows.addmm_(of_low, a)
+            else:
+                of_rows.add_((of_low @ a).mul_(kept))
+            of_matrices += [of_low.t() @ each.of_rows(x, kept), (own.t() @ low).mul_(each.scale)]
+        return of_x, gradient, None, None, *of_matrices
 
 
 def _pairs(matrices: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -12,6 +12,7 @@ from llmnode._native import SequenceSlabs
 from llmnode.compute.adapted import adapted
 from llmnode.compute.attention import Segment, segments_of_forward
 from llmnode.compute.deep_prompts import PromptedSequences, prompted, read_prompts
+from llmnode.compute.dropout import DroppedRows
 from llmnode.compute.gradients import gradients_of, outputs_of
 from llmnode.compute.held_adapters import HeldAdapters
 from llmnode.compute.kv import KVForm, SequenceKV
@@ -160,7 +161,7 @@ class SpanExecutor:
         lengths = [length for each in passes for length in each.lengths]
         hidden = self._sequences_of([each.hidden for each in passes], lengths)
         gradients = [each.gradient for each in passes if isinstance(each, Backward)]
-        adapters = [(each.adapter, each.positions) for each in passes]
+        adapters = [(each.adapter, each.positions, self._dropped(each)) for each in passes]
         prompts = self._prompts_of(passes)
         of_adapters: Sequence[torch.Tensor] = ()
         of_prompts: Sequence[torch.Tensor] = ()
@@ -179,6 +180,9 @@ class SpanExecutor:
             for index, each in zip(indices, found, strict=bool(gradients)):
                 outputs[index].append(to_bytes(each.cpu()))
         return [parts[0] if len(parts) == 1 else b"".join(parts) for parts in outputs]
+
+    def _dropped(self, each: Pass) -> DroppedRows | None:
+        return DroppedRows(each.dropout, each.lengths, self._device) if each.dropout else None
 
     def _prompts_of(self, passes: Sequence[Pass]) -> Sequence[PromptedSequences]:
         """The deep prompts of those passes that have some, whose sequences lie end to end."""
@@ -260,7 +264,7 @@ class SpanExecutor:
             blocks = span.start - self.span.start, span.end - self.span.start
             adapters = [self._adapters.in_rust(self._adapter_of(each)) for each in slices]
             return native.blocks.forward(*blocks, few, *([adapters] if any(adapters) else []))
-        rows = self._adapters.rows(((self._adapter_of(each), each.length) for each in slices), together=True)
+        rows = self._adapters.rows(((self._adapter_of(each), each.length, None) for each in slices), together=True)
         row = torch.cat([from_bytes(each.hidden, self._hidden_size) for each in slices])
         with adapted(rows):
             if not prompts:

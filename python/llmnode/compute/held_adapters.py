@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from llmnode._native import LlamaAdapter
+    from llmnode.compute.dropout import DroppedRows
     from llmnode.core.ids import AdapterId
     from llmnode.core.operations import Adopt
     from llmnode.models.fused import FusedSpan
@@ -58,20 +59,22 @@ class HeldAdapters:
             found = self._in_rust[adapter] = native_adapter(self._of(adapter), self._targets or {})
         return found
 
-    def rows(self, lengths: Iterable[tuple[AdapterId | None, int]], *, together: bool) -> Sequence[AdaptedRows]:
-        """The rows that have an adapter, where the rows of each length, one after another, have the one beside it.
+    def rows(
+        self, lengths: Iterable[tuple[AdapterId | None, int, DroppedRows | None]], *, together: bool
+    ) -> Sequence[AdaptedRows]:
+        """The rows that have an adapter, where the rows of each length, one after another, have those beside it.
 
-        Neighbours of one adapter are taken `together`, or each by itself.
+        Neighbours of one adapter without dropout are taken `together`, or each by itself.
         """
         found: list[AdaptedRows] = []
         start = 0
         before: AdapterId | None = None
-        for adapter, length in lengths:
+        for adapter, length, dropout in lengths:
             if adapter is not None:
-                if together and adapter == before:
+                if together and adapter == before and dropout is found[-1].dropout is None:
                     found[-1] = replace(found[-1], end=start + length)
                 else:
-                    found.append(AdaptedRows(start, start + length, self._of(adapter)))
+                    found.append(AdaptedRows(start, start + length, self._of(adapter), dropout))
             start, before = start + length, adapter
         return found
 

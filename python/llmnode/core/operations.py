@@ -83,6 +83,28 @@ NO_PROMPTS = DeepPrompts(0, 0, 0, b"")
 
 
 @dataclass(frozen=True, slots=True)
+class Dropout:
+    """Dropout of what goes into the matrices of an adapter, in training: each number is 0 with this `probability`.
+
+    There is a seed for each sequence, in [0, 2^63). The numbers that are 0 follow from it, and from nothing else of a
+    pass. So a backward and another server drop the same ones (`compute/dropout.py`).
+    """
+
+    probability: float
+    seeds: tuple[int, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.seeds)
+
+    def of_sequences(self, start: int, end: int) -> Dropout:
+        """That of the sequences [`start`, `end`)."""
+        return Dropout(self.probability, self.seeds[start:end])
+
+
+NO_DROPOUT = Dropout(0.0, ())
+
+
+@dataclass(frozen=True, slots=True)
 class Open(SessionOperation[bool]):
     """Reserve KV in the blocks of `span` for `positions`, or for all of `max_length`. False if they do not fit."""
 
@@ -229,6 +251,8 @@ class Evaluate(Operation[Computed]):
     """The pass of a client with the least number goes first, with all of its parts."""
     alone: bool = False
     """Nothing else is computed together with it, since a product of more rows may give them other bits."""
+    dropout: Dropout = NO_DROPOUT
+    """That of the adapter."""
 
     @property
     def positions(self) -> int:
@@ -258,6 +282,7 @@ class Backward(Operation[Computed]):
     group: str = ""
     number: int = 0
     alone: bool = False
+    dropout: Dropout = NO_DROPOUT
 
     @property
     def positions(self) -> int:

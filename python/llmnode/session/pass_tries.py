@@ -29,11 +29,14 @@ class PassTries:
     the pass requires is not asked.
     """
 
-    def __init__(self, routes: PassRoutes, given: Given, *, is_backward: bool = False) -> None:
+    def __init__(
+        self, routes: PassRoutes, given: Given, *, is_backward: bool = False, has_dropout: bool = False
+    ) -> None:
         self._routes = routes
         self._finder = finder = routes.finder
         self._given = given
         self._is_backward = is_backward
+        self._has_dropout = has_dropout
         self._policy = finder.policy
         self._failures = self._none_failed()
         self._unable: set[PeerId] = set()
@@ -93,7 +96,8 @@ class PassTries:
     def _is_too_old(self, connection: PeerConnection) -> bool:
         """Whether its peer has said so."""
         lacks_adapters = self._given.adapter is not None and connection.adapters.is_unable
-        return lacks_adapters or (bool(self._given.prompts) and not connection.knows_prompts)
+        lacks_dropout = self._has_dropout and not connection.knows_dropout
+        return lacks_adapters or lacks_dropout or (bool(self._given.prompts) and not connection.knows_prompts)
 
     def _begin_deadline(self) -> None:
         latest_s = trio.current_time() + self._policy.recovery.timeout_s

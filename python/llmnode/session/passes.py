@@ -17,7 +17,7 @@ import numpy as np
 import trio
 
 from llmnode.core.model import FP32_BYTES
-from llmnode.core.operations import NO_PROMPTS, DeepPrompts
+from llmnode.core.operations import NO_DROPOUT, NO_PROMPTS, DeepPrompts, Dropout
 from llmnode.core.peers.pass_loads import pass_weight
 from llmnode.core.peers.pass_patience import PassPatience, PassSize
 from llmnode.core.priority import Priority
@@ -35,16 +35,16 @@ from llmnode.session.adapter_ahead import bring_ahead
 from llmnode.session.gradient_scale import UNSCALED, scales_of
 from llmnode.session.overflow import Given, not_sent
 from llmnode.session.pass_answer import read_answer
+from llmnode.session.pass_batch import Batch, Crossed
 from llmnode.session.pass_checks import PassChecks
 from llmnode.session.pass_tries import PassTries
 from llmnode.session.pass_turns import PassTurns
-from llmnode.wire import deep_prompts
-from llmnode.wire.deep_prompts import are_sound, most_prompts, prompts_extension
+from llmnode.wire.deep_prompts import are_sound, most_prompts
 from llmnode.wire.fields import MOST_SEQUENCES
 from llmnode.wire.frame import FrameType
 from llmnode.wire.messages import RefusalCode, pack
 from llmnode.wire.pass_deadline import deadline_extension
-from llmnode.wire.pass_messages import ALONE, FROZEN_ADAPTER, Pass
+from llmnode.wire.pass_messages import DROPOUT, FROZEN_ADAPTER, Pass
 from llmnode.wire.payload import Codec, HiddenForm
 from llmnode.wire.profile import profile_fields
 
@@ -65,63 +65,9 @@ MOST_BYTES = 4 << 20
 """Hidden states of a microbatch, unless one sequence has more: a server keeps some multiples of it."""
 LONGEST_BYTES = 24 << 20
 """Hidden states of one sequence. With its gradients it has to fit into a frame."""
-MOST_ADAPTER_BYTES = 32 << 20
-"""Gradients for an adapter in one answer, unless one block has more: servers allow this much."""
 _NAN = struct.pack("<f", float("nan"))
 MOST_UNDER_WAY = 64
 """Microbatches that are under way through all hops, or wait for a turn at the next one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Whole sequences of these `lengths` that go through the blocks of `span` together, and what blocks add to them."""
-
-    span: Span
-    lengths: tuple[int, ...]
-    adapter: Adapter | None = None
-    prompts: DeepPrompts = NO_PROMPTS
-    """Those of the blocks of `span`."""
-    first_prompt: int = 0
-    """The place of its first row of prompts, among those of all batches."""
-    alone: bool = False
-    """Servers compute it together with nothing else, so that its bits are always the same."""
-
-    @property
-    def positions(self) -> int:
-        return sum(self.lengths)
-
-    def prompts_of(self, blocks: Span) -> DeepPrompts:
-        return self.prompts.of_blocks(blocks.start - self.span.start, blocks.end - self.span.start)
-
-    def adapter_within(self, blocks: Span) -> Adapter | None:
-        """None if it has no part in these blocks."""
-        return None if self.adapter is None or not self.adapter.manifest.within(blocks) else self.adapter
-
-    def first_of(self, span: Span) -> Span:
-        """The first blocks of `span`, so that what is trained in them fits into one frame."""
-        end = span.start + 1
-        while end < span.end and self._fits(Span(span.start, end + 1)):
-            end += 1
-        return Span(span.start, end)
-
-    def _fits(self, blocks: Span) -> bool:
-        values = 0 if self.adapter is None else self.adapter.manifest.values(blocks)
-        return (
-            FP32_BYTES * values <= MOST_ADAPTER_BYTES
-            and self.prompts_of(blocks).size_bytes <= deep_prompts.MOST_PASS_BYTES
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Crossed:
-    """A microbatch after its way through blocks, and what went into the blocks of each hop."""
-
-    batch: Batch
-    borders: tuple[tuple[Span, Buffer], ...]
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        return self.batch.lengths
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,12 +101,14 @@ class SwarmPasses:
         hidden: Buffer,
         adapter: Adapter | None = None,
         prompts: DeepPrompts = NO_PROMPTS,
+        dropout: Dropout = NO_DROPOUT,
         *,
         deterministic: bool = False,
     ) -> tuple[Buffer, Sequence[Crossed]]:
         """Put whole sequences, which lie end to end in `hidden`, through the blocks of `span`, which have `adapter`.
 
-        `prompts` are those of the blocks of `span`, and the sequences are longer than they. If it is `deterministic`,
+        `prompts` are those of the blocks of `span`, and the sequences are longer than they. `dropout` is that of the
+        adapter: the same seeds always give the same result. If it is `deterministic`,
         here or by the client's policy, the bits of outputs and gradients do not depend on the servers' speed, on what
         else they compute, nor on which of several alike computes. `gradients` needs the second result.
 
@@ -180,9 +128,9 @@ class SwarmPasses:
         found: list[tuple[Buffer, Crossed] | None] = [None] * len(groups)
 
         async def cross(number: int, first: int) -> None:
-            own = prompts.of_sequences(first, first + len(groups[number]))
-            first = first if prompts.rows > 1 else 0
-            batch = Batch(span, groups[number], adapter, own, first, deterministic or self._finder.policy.deterministic)
+            end, alone = first + len(groups[number]), deterministic or self._finder.policy.deterministic
+            own = prompts.of_sequences(first, end), first if prompts.rows > 1 else 0
+            batch = Batch(span, groups[number], adapter, *own, alone, dropout.of_sequences(first, end))
             borders, output = await self._cross(batch, parts[number])
             found[number] = output, Crossed(batch, tuple(borders))
 
@@ -263,7 +211,8 @@ class SwarmPasses:
 
     async def _cross(self, batch: Batch, hidden: Buffer) -> tuple[list[tuple[Span, Buffer]], Buffer]:
         """Through the blocks, hop by hop. Returns what went into each, and what came out."""
-        tries = PassTries(self._turns.routes, Given(batch.adapter, batch.prompts, [hidden], self._form.codec))
+        given = Given(batch.adapter, batch.prompts, [hidden], self._form.codec)
+        tries = PassTries(self._turns.routes, given, has_dropout=bool(batch.dropout))
         borders: list[tuple[Span, Buffer]] = []
         start, end = batch.span.start, batch.span.end
         while start < end:
@@ -288,7 +237,8 @@ class SwarmPasses:
         codec, numbers = self._form.codec, [borders[0][1]]
         if codec is Codec.RAW:  # else it is scaled, and never large
             numbers.append(gradient)
-        tries = PassTries(self._turns.routes, Given(batch.adapter, batch.prompts, numbers, codec), is_backward=True)
+        given = Given(batch.adapter, batch.prompts, numbers, codec)
+        tries = PassTries(self._turns.routes, given, is_backward=True, has_dropout=bool(batch.dropout))
         answers: dict[int, PassAnswer] = {}
         while borders:
             span, hidden = borders.pop()
@@ -360,11 +310,9 @@ class SwarmPasses:
         size = PassSize(cost, len(halves) * rows_bytes + prompts.size_bytes + answer_bytes)
         timeout_s = self._patience.timeout_s(connection.peer, size)
         profile = self.model.profile if adapter is None else replace(self.model.profile, adapter=adapter.digest)
-        needed = prompts_extension(prompts)
+        needed = batch.extensions(blocks)
         if self.model.adapter is not None and not is_forward:
             needed[FROZEN_ADAPTER] = True  # we have not its numbers
-        if batch.alone:
-            needed[ALONE] = True
         meta = pack(
             Pass(
                 **profile_fields(profile),
@@ -385,8 +333,11 @@ class SwarmPasses:
             try:
                 answer = await connection.ask_pass(question, expected, timeout_s, meta, payload, form.value_bytes)
             except PeerRefused as refusal:
-                if prompts and not batch.alone and refusal.code == RefusalCode.UNKNOWN_EXTENSION:
-                    connection.knows_prompts = False
+                if refusal.code == RefusalCode.UNKNOWN_EXTENSION:
+                    if DROPOUT in needed:  # the newest of them
+                        connection.knows_dropout = False
+                    elif prompts and not batch.alone:
+                        connection.knows_prompts = False
                 raise
             self._patience.note(connection.peer, size, trio.current_time() - began_s)
             return answer

@@ -57,6 +57,8 @@ class PeerConnection:
         """When the peer was told about its next hops."""
         self.knows_prompts = True
         """False once the peer has said that it knows no deep prompts."""
+        self.knows_dropout = True
+        """False once the peer has said that it knows no dropout."""
         self._listeners: dict[SessionId, tuple[Callable[[Frame], None], Callable[[], None]]] = {}
         self._gone: dict[SessionId, PeerRefused] = {}
         """The sessions that the peer has ended unasked, and why."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Mapping, Sequence
 
-    from llmnode.core.operations import DeepPrompts
+    from llmnode.core.operations import DeepPrompts, Dropout
 
 EXACT_MODEL = ModelInfo("exact", b"d" * 32, blocks=6, hidden_size=2, context_tokens=200)
 """Small, and right to the bit."""
@@ -59,16 +59,32 @@ def exact_prompts(prompts: DeepPrompts, sequences: int) -> list[list[bytes]]:
     return [[bytes(own.of_blocks(at, at + 1).values) for at in range(own.blocks)] for own in one_by_one]
 
 
+def exact_adapters(adapter: Mapping[int, bytes], dropout: Dropout, sequences: int) -> list[Mapping[int, bytes]]:
+    """The adapter as each sequence has it: with dropout, a part of another one for each probability and seed."""
+    if not dropout:
+        return [adapter] * sequences
+    asked = [f"{dropout.probability} {seed}".encode() for seed in dropout.seeds]
+    assert len(asked) == sequences
+    return [
+        {block: zlib.crc32(part + each).to_bytes(FP32_BYTES) + part[FP32_BYTES:] for block, part in adapter.items()}
+        for each in asked
+    ]
+
+
 def exact_prompt_gradient(
-    gradients: Sequence[bytes], span: Span, prompts: DeepPrompts, adapter: Mapping[int, bytes] | None = None
+    gradients: Sequence[bytes], span: Span, prompts: DeepPrompts, adapters: Sequence[Mapping[int, bytes]] = ()
 ) -> bytes:
-    """The gradients for `prompts`, likewise: the bytes of each number of the gradient for what a prompt is added to."""
+    """The gradients for `prompts`, likewise: the bytes of each number of the gradient for what a prompt is added to.
+
+    `adapters` has that of each sequence, if there are any.
+    """
     if not prompts:
         return b""
     size = prompts.size_bytes // (prompts.blocks * prompts.rows)
     found = []
+    pairs = list(zip(gradients, adapters or [{}] * len(gradients), strict=True))
     for block in range(span.start, span.end):
-        entering = [exact_gradient(each, Span(block, span.end), adapter)[:size] for each in gradients]
+        entering = [exact_gradient(each, Span(block, span.end), own)[:size] for each, own in pairs]
         numbers = np.frombuffer(b"".join(entering), np.uint8).reshape(len(gradients), -1, FP32_BYTES).sum(2)
         found.append(numbers.sum(0) if prompts.rows == 1 else numbers)
     return np.stack(found).astype(np.float32).tobytes()
@@ -77,19 +93,20 @@ def exact_prompt_gradient(
 def exact_adapter_gradient(
     sequences: Sequence[tuple[bytes, bytes]],
     span: Span,
-    adapter: Mapping[int, bytes],
+    adapters: Sequence[Mapping[int, bytes]],
     prompts: Sequence[Sequence[bytes]] = (),
 ) -> bytes:
-    """The gradients for the numbers of `adapter` in `span`: sums over sequences, whole numbers that fp32 holds exactly.
+    """The gradients for the numbers of an adapter in `span`: sums over sequences, whole numbers that fp32 holds
+    exactly.
 
-    A sequence is what goes into the blocks, and the gradient for what comes out. It has its own `prompts`, if any.
+    A sequence is what goes into the blocks, and the gradient for what comes out. It has its own of the `adapters`, and
+    its own `prompts`, if any.
     """
-    blocks = [block for block in range(span.start, span.end) if block in adapter]
     found = []
-    for block in blocks:
-        total = np.zeros(len(adapter[block]) // FP32_BYTES, np.float32)
+    for block in [block for block in range(span.start, span.end) if block in adapters[0]]:
+        total = np.zeros(len(adapters[0][block]) // FP32_BYTES, np.float32)
         for index, (hidden, gradient) in enumerate(sequences):
-            own = prompts[index] if prompts else ()
+            adapter, own = adapters[index], prompts[index] if prompts else ()
             before = Span(span.start, block) if block > span.start else None
             after = Span(block + 1, span.end) if block + 1 < span.end else None
             entering = hidden if before is None else exact_output(hidden, before, adapter, own)

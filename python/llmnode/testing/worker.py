@@ -16,6 +16,7 @@ from llmnode.core.span import Span
 from llmnode.errors import AdapterError, ConfigError, WorkerLost
 from llmnode.testing.exact_blocks import (
     exact_adapter_gradient,
+    exact_adapters,
     exact_gradient,
     exact_output,
     exact_prompt_gradient,
@@ -317,18 +318,20 @@ class ExactExecutor:
     def _passed(self, each: Pass) -> bytes:
         edges = [0, *itertools.accumulate(length * self._row_bytes for length in each.lengths)]
         parts = [slice(*edge) for edge in itertools.pairwise(edges)]
-        adapter, prompts = self._parts(each.adapter), exact_prompts(each.prompts, len(parts))
+        adapters = exact_adapters(self._parts(each.adapter), each.dropout, len(parts))
+        prompts = exact_prompts(each.prompts, len(parts))
         if isinstance(each, Backward):
             assert len(each.gradient) == len(each.hidden) == edges[-1]
             pairs = [(bytes(each.hidden[part]), bytes(each.gradient[part])) for part in parts]
-            of_adapter = exact_adapter_gradient(pairs, each.span, adapter, prompts)
+            of_adapter = exact_adapter_gradient(pairs, each.span, adapters, prompts)
             assert len(of_adapter) == FP32_BYTES * each.adapter_values
             coming = [gradient for _, gradient in pairs]
-            of_prompts = exact_prompt_gradient(coming, each.span, each.prompts, adapter)
-            return b"".join([*(exact_gradient(one, each.span, adapter) for one in coming), of_adapter, of_prompts])
+            of_prompts = exact_prompt_gradient(coming, each.span, each.prompts, adapters)
+            of_hidden = map(exact_gradient, coming, [each.span] * len(coming), adapters)
+            return b"".join([*of_hidden, of_adapter, of_prompts])
         assert len(each.hidden) == edges[-1]
-        sequences = zip(parts, prompts, strict=True)
-        return b"".join(exact_output(bytes(each.hidden[part]), each.span, adapter, own) for part, own in sequences)
+        entering = [bytes(each.hidden[part]) for part in parts]
+        return b"".join(map(exact_output, entering, [each.span] * len(parts), adapters, prompts))
 
     def _open(self, opened: Open) -> bool:
         session = opened.session

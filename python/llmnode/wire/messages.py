@@ -46,7 +46,7 @@ from llmnode.wire.fields import (
     check_of,
     read_map,
 )
-from llmnode.wire.pass_messages import ALONE, FROZEN_ADAPTER, Pass, Passed
+from llmnode.wire.pass_messages import ALONE, DROPOUT, FROZEN_ADAPTER, Pass, Passed
 from llmnode.wire.probe_messages import Probed
 from llmnode.wire.push_messages import Pushed, PushLimit
 
@@ -295,7 +295,7 @@ EXTENSIONS: Mapping[type[Any], Set[str]] = {
     **{kind: frozenset() for kind in get_args(Extended)},
     Description: {FIGURES},
     OpenRequest: {PROMPTS, POSITIONS},
-    Pass: {ALONE, DEADLINE_MS, FROZEN_ADAPTER, PROMPTS},
+    Pass: {ALONE, DEADLINE_MS, DROPOUT, FROZEN_ADAPTER, PROMPTS},
 }
 """The names that are known here. Others are ignored, unless the message requires them."""
 

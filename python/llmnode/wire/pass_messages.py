@@ -20,6 +20,8 @@ FROZEN_ADAPTER = "frozen_adapter"
 """The client wants no gradients for the numbers of the adapter, which it need not have."""
 ALONE = "alone"
 """The bits of the answer are not to depend on the server's speed, nor on what else it computes."""
+DROPOUT = "dropout"
+"""Some of the numbers that go into the adapter's matrices are to be 0 (`dropout.py`)."""
 
 
 @dataclass(frozen=True, slots=True)

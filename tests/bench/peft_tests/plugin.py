@@ -2,10 +2,10 @@
 
 A test that fails for no known reason runs again over the whole model in this process, as a control (`verdict.py`).
 
-The plugin changes some of them. Parameters with another model than the Llama are left out. LoRA's dropout is 0, since
-servers drop nothing out. The mask of the tests' own batch has its padding at the left. Behind a trained prompt it has
-it at the right, or none if the test generates text. PEFT's has it in the middle of a row, which is refused. Libraries
-that the tests import and do not use may be missing, and a few texts stand for a data set of the hub.
+The plugin changes some of them. Parameters with another model than the Llama are left out. The mask of the tests' own
+batch has its padding at the left. Behind a trained prompt it has it at the right, or none if the test generates text.
+PEFT's has it in the middle of a row, which is refused. Libraries that the tests import and do not use may be missing,
+and a few texts stand for a data set of the hub.
 """
 
 from __future__ import annotations
@@ -111,9 +111,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     others = [each for each in items if _params(each).get("model_id", LLAMA) != LLAMA]
     config.hook.pytest_deselected(items=others)
     items[:] = [each for each in items if each not in others]
-    for each in items:
-        if "lora_dropout" in (given := _params(each).get("config_kwargs", {})):
-            given["lora_dropout"] = 0.0
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -17,7 +17,6 @@ REFUSED: dict[str, str] = {
     r"prefix tuning makes keys and values": "prefix tuning makes keys and values, which are with the servers",
     r"this swarm computes in": "another precision than that of the swarm",
     r"this swarm serves the model as it is": "a change of the model's config, which is that of the served model",
-    r"servers drop nothing out": "dropout inside the blocks",
     r"a hook on it would not run": "hooks on layers, which would not run: the layers are with the servers",
     r"the client's part of the model stays on the CPU": "a change of dtype or device of the client's part",
 }

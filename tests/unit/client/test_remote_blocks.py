@@ -13,12 +13,13 @@ import torch
 from llmnode.client.block_adapters import Chosen
 from llmnode.client.portal import open_portal
 from llmnode.client.remote_blocks import RemoteBlocks
+from llmnode.core.operations import NO_DROPOUT
 from llmnode.core.span import Span
 from llmnode.models.lora import Lora
 from llmnode.session.passes import PassGradients
 
 if TYPE_CHECKING:
-    from llmnode.core.operations import Buffer
+    from llmnode.core.operations import Buffer, Dropout
 
 
 class _Crossed:
@@ -32,11 +33,14 @@ class _Passes:
 
     def __init__(self) -> None:
         self.crossed: list[weakref.ref[_Crossed]] = []
+        self.asked: list[tuple[list[int], Dropout]] = []
 
     async def outputs(
-        self, _span: Span, _lengths: Any, hidden: Buffer, *_more: Any, deterministic: bool
+        self, _span: Span, lengths: Any, hidden: Buffer, *more: Any, deterministic: bool
     ) -> tuple[Buffer, list[_Crossed]]:
         assert not deterministic
+        *_, dropout = more
+        self.asked.append((lengths, dropout))
         crossed = _Crossed()
         self.crossed.append(weakref.ref(crossed))
         return hidden, [crossed]
@@ -80,3 +84,28 @@ def test_a_backward_of_a_batch_that_is_all_padding_gives_zeros_for_hidden_states
         assert each.grad is not None
         assert torch.equal(each.grad, torch.zeros_like(each))
     assert not passes.crossed
+
+
+def test_each_row_has_a_seed_of_its_own_that_torch_draws_and_only_where_something_is_dropped() -> None:
+    passes: Any = _Passes()
+    some, others, none = [0, 3], [1, 4], [2]
+    chosen = [Chosen(some, {}, None, {0.1}), Chosen(others, {}, None, {0.5}), Chosen(none, {}, None, {0.0})]
+    adapters: Any = SimpleNamespace(blocks=[torch.nn.Module(), torch.nn.Module()], chosen=lambda _rows: chosen)
+    mask = torch.tensor([[1, 1], [1, 0], [1, 1], [0, 0], [1, 1]])
+    with open_portal() as portal:
+        blocks = RemoteBlocks(portal, passes, Span(0, 2), adapters)
+        for manual_seed in (1, 1, 2):
+            torch.manual_seed(manual_seed)
+            blocks(torch.ones(5, 2, 4), mask)
+        first, again, other = (sorted(passes.asked[at : at + 3], key=str) for at in (0, 3, 6))
+        state = torch.get_rng_state()
+        chosen[:] = [Chosen(range(5), {}, None, {0.0})]
+        blocks(torch.ones(5, 2, 4), mask)
+        assert torch.get_rng_state().equal(state)
+    assert first == again
+    (of_others, half), (of_none, nothing), (of_some, tenth) = first
+    assert (of_some, of_others, of_none) == ([2], [1, 2], [2])
+    assert (tenth.probability, half.probability, nothing) == (0.1, 0.5, NO_DROPOUT)
+    seeds = [seed for *_, dropout in (*first, *other) for seed in dropout.seeds]
+    assert len(set(seeds)) == len(seeds) == 6
+    assert passes.asked[-1] == ([2, 1, 2, 2], NO_DROPOUT)

@@ -29,6 +29,7 @@ from llmnode.core.operations import (
     Close,
     Control,
     DeepPrompts,
+    Dropout,
     Evaluate,
     Forget,
     Fork,
@@ -63,9 +64,13 @@ CONTROLS = st.one_of(
 )
 SLICES = st.builds(Slice, SESSIONS, COUNTS, COUNTS, st.binary(max_size=200), COUNTS, st.none() | COUNTS)
 LENGTHS = st.lists(COUNTS, max_size=5).map(tuple)
+MORE = {
+    "alone": st.booleans(),
+    "dropout": st.builds(Dropout, st.floats(0, 1), st.lists(st.integers(0, 2**63 - 1), max_size=5).map(tuple)),
+}
 PASSES = st.one_of(
-    st.builds(Evaluate, SPANS, LENGTHS, NUMBERS, *ACCOUNTS, st.none() | ADAPTERS, prompts=PROMPTS, alone=st.booleans()),
-    st.builds(Backward, SPANS, LENGTHS, NUMBERS, NUMBERS, *ACCOUNTS, st.none() | ADAPTERS, COUNTS, alone=st.booleans()),
+    st.builds(Evaluate, SPANS, LENGTHS, NUMBERS, *ACCOUNTS, st.none() | ADAPTERS, prompts=PROMPTS, **MORE),
+    st.builds(Backward, SPANS, LENGTHS, NUMBERS, NUMBERS, *ACCOUNTS, st.none() | ADAPTERS, COUNTS, **MORE),
 )
 WORK = st.builds(Work, *(st.lists(each, max_size=5) for each in (CONTROLS, SLICES, PASSES)))
 ERRORS = st.builds(RuntimeError, st.text(max_size=50))
@@ -112,8 +117,9 @@ GOOD: dict[type[object], list[object]] = {
     Fork: [bytes(16), bytes(16), 0, 5],
     Close: [bytes(16)],
     Slice: [bytes(16), 0, 1, 8, 0, None],
-    Backward: [[0, 3], [5, 2], 8, 8, "client", 1, None, 3, 0.5, [1, 1, 2, 16], "group", 4, False],
+    Backward: [[0, 3], [5, 2], 8, 8, "client", 1, None, 3, 0.5, [1, 1, 2, 16], "group", 4, False, [0.5, [5, 2]]],
     DeepPrompts: [2, 1, 3, 16],
+    Dropout: [0.5, [5, 2]],
     Adopt: [bytes(32), 2, 3, 8],
     Forget: [bytes(32)],
 }

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from llmnode.core.ids import PeerId
-from llmnode.core.operations import Backward, Computed, Evaluate
+from llmnode.core.operations import Backward, Computed, Dropout, Evaluate
 from llmnode.core.policy import ServePolicy
 from llmnode.core.priority import Priority
 from llmnode.core.serving.client_counters import Client
@@ -43,11 +43,14 @@ async def cuts(positions: int, blocks: int, span: Span, *, alone: bool) -> set[t
     """The lengths of the sequences that go together, in both directions."""
     worker: Any = Recorder(positions, blocks)  # Any: as far as it is used
     served: Any = SimpleNamespace(worker=worker, policy=ServePolicy(), model=SimpleNamespace(row_bytes=ROW_BYTES))
-    terms = PassTerms(Priority.TRAINING, 0, alone=alone)
+    dropout = Dropout(0.1, tuple(range(len(LENGTHS))))
+    terms = PassTerms(Priority.TRAINING, 0, alone=alone, dropout=dropout)
     parts = PassParts(served, span, LENGTHS, Client("group", PeerId("client")), None, terms)
     hidden = bytes(sum(LENGTHS) * ROW_BYTES)
     assert await parts.outputs(hidden) == hidden == await parts.gradients(hidden, hidden)
     assert all(each.alone == alone for each in worker.done)
+    assert all(each.lengths == tuple(LENGTHS[seed] for seed in each.dropout.seeds) for each in worker.done)
+    assert {seed for each in worker.done for seed in each.dropout.seeds} == {*dropout.seeds}
     return {each.lengths for each in worker.done}
 
 
