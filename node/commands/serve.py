@@ -63,7 +63,7 @@ def add(commands: Commands) -> None:
         const=PAPER_PERCENT,
         metavar="PERCENT",
         help="move by the rule of the Petals paper instead of by the plan that all servers share: when the swarm would "
-        f"have this much more throughput (default {PAPER_PERCENT:g})",
+        f"have this much more throughput (default {PAPER_PERCENT:g}); write --paper-rule=PERCENT before an INVITE",
     )
     add_peers(parser, "servers or relays of the swarm to join", invite=False)
     add_mdns(

@@ -9,7 +9,7 @@ import logging
 import random
 from contextlib import suppress
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import trio
 
@@ -52,13 +52,6 @@ MOST_INTRODUCED = 64
 """A client remembers this many next hops that it has told a server about."""
 MOST_TWINS = 4
 """A spot check connects to this many peers, to find one of another address group."""
-
-
-class Instead(NamedTuple):
-    """Other hops in the place of one: the time of a position there, and of the replay before."""
-
-    position_s: float
-    replay_s: float
 
 
 class PeerFinder:
@@ -149,27 +142,18 @@ class PeerFinder:
         """The word that the peer of each hop is held to; None if no others could take its place."""
         return self.records.standing.words(route, self._usable(), self.policy.step_patience_s, trio.current_time())
 
-    def instead_of(
-        self, hop: Hop, length: int, *, beside: Collection[PeerId], at_once: int, only_proven: bool = False
-    ) -> Instead | None:
-        """The best others for the blocks of a hop that have computed lately, and have KV for this `length`.
-
-        None if there are none, or, for `only_proven`, if others would be preferred that have not proved themselves.
+    def instead_s(self, hop: Hop, length: int, *, beside: Collection[PeerId], at_once: int) -> float | None:
+        """The time of a position at the best others for the blocks of a hop that have computed lately, and have KV for
+        this `length`. None if there are none.
         """
-        living, now_s = {each.peer for each in self.pool.living()}, trio.current_time()
-        others = [each for each in self.records.good(self._candidates(length)) if each.peer != hop.peer]
-        served = [each for each in others if each.peer in living and self._newcomers.has_served(each, now_s)]
-        usable = others if only_proven else served
+        living = {each.peer for each in self.pool.living()} - {hop.peer}
+        others, now_s = self.records.good(self._candidates(length)), trio.current_time()
+        usable = [each for each in others if each.peer in living and self._newcomers.has_served(each, now_s)]
         costs = self.records.costs(usable, length, beside=beside, at_once=at_once)
         try:
-            detour = find_detour(hop.span, _held(usable), costs, self._ways(usable))
+            return cost_s(find_detour(hop.span, _held(usable), costs, self._ways(usable)), costs)
         except NoRoute:
             return None
-        if only_proven and not all(self.records.standing.is_proven(each.peer, now_s) for each in detour):
-            return None
-        prefill_s = {each.peer: each.offer.speed.prefill_s for each in usable}
-        replay_s = sum(len(each.span) * (prefill_s[each.peer] or costs[each.peer].block_s) for each in detour)
-        return Instead(cost_s(detour, costs), at_once * replay_s)
 
     def _breaks_promise(self, refusal: PeerRefused) -> bool:
         """Whether the peer had accepted the session, or says that it does not hold the adapter that it announces."""

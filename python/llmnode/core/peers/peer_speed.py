@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from statistics import median
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from llmnode.core.policy import StandingPolicy
 
 KEPT = 32
-LATEST = 9
-"""The latest steps, whose median is the usual time."""
 
 
 class PeerSpeed:
@@ -35,14 +32,6 @@ class PeerSpeed:
             if slowest_s is None or scaled_s > slowest_s:
                 slowest_s = scaled_s
         return slowest_s
-
-    def usual_s(self, most: int) -> float | None:
-        """The time for a position of the latest steps of at most this many positions: their median.
-
-        None before there were some.
-        """
-        known = [took_s / positions for positions, took_s in self._took if positions <= most]
-        return median(known[-LATEST:]) if len(known) >= LATEST else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,6 +104,7 @@ class Rebalancer:
         speeds = self._speeds(servers)
         gap = min(speeds) <= 0.0
         if not gap and (now_s < self._rests_until_s or self._many_load(servers)):
+            self._first = None  # nobody else may move, either
             return Decision()
         wanted = self._paper(servers) if self._by_paper else self._planned(servers, now_s, gap=gap)
         if wanted is None:
@@ -177,6 +178,7 @@ class Rebalancer:
         if gap or now_s >= self._waits_since_s + turn * self._policy.turn_s:
             span, mine = moves[turn].span, next(each for each in servers if each.peer == self._me)
             if turn and not gap and not helps_alone(self._speeds(servers), mine, span, plan):
+                self._waits_since_s = None
                 return None
             return span if self._failed.get(span, now_s) <= now_s else None
         return None

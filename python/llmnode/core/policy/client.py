@@ -60,13 +60,6 @@ class StandingPolicy:
     """A session leaves a hop that took this much longer than it says, in steps that are slow, if another peer is
     believed to be `leaving_times` as fast. For each further hop that it leaves the time doubles."""
     leaving_times: float = 4.0
-    better_every_s: float = 30.0
-    """A session looks this often whether others are better than one of its hops, though that is as fast as it says."""
-    better_times: float = 2.0
-    """It leaves the hop for others that have proved themselves and are believed to be this many times as fast."""
-    repaid_times: float = 2.0
-    least_saved_s: float = 2.0
-    """The time that this saves is `repaid_times` the replay, and `least_saved_s`, or more."""
 
 
 @dataclass(frozen=True, slots=True)

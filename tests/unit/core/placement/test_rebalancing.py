@@ -73,6 +73,15 @@ def test_a_server_that_is_to_move_first_and_never_does_keeps_others_only_for_a_w
     assert sorted(moved_s) == pytest.approx(due_s, abs=2 * POLICY.gap_check_every_s)
 
 
+def test_a_server_is_not_taken_to_stay_while_nobody_may_move_since_many_load() -> None:
+    (first,) = plan_moves(BLOCKS, [*CROWD, ALONE], PlanPolicy()).moves
+    node = rebalancer(next(each.peer for each in CROWD if each.peer != first.peer))
+    loading = [PlacedServer(PeerId(f"e{number}"), GAP, one_speed(0.01, 8), online=False) for number in range(3)]
+    assert node.decide([*CROWD, ALONE], 0.0).span is None
+    assert node.decide([*CROWD, ALONE, *loading], POLICY.unmoved_s).span is None
+    assert first_move_s(node, [*CROWD, ALONE], 100.0) is None
+
+
 def test_a_server_that_says_that_it_stays_keeps_nobody() -> None:
     (first,) = plan_moves(BLOCKS, [*CROWD, ALONE], PlanPolicy()).moves
     servers = [replace(each, movable=each.peer != first.peer) for each in (*CROWD, ALONE)]
