@@ -17,10 +17,13 @@ class Account:
     resource: Resource
     amount: int = field(default=0, init=False)
 
-    def resize(self, amount: int) -> bool:
-        """Hold `amount` from now on. False if it exceeds a limit: it then holds what it held."""
+    def resize(self, amount: int, *, has_waited: bool = False) -> bool:
+        """Hold `amount` from now on. False if it exceeds a limit: it then holds what it held.
+
+        `has_waited` is that of `Scope.take`.
+        """
         more = amount - self.amount
-        if more > 0 and not self.scope.take(self.resource, more):
+        if more > 0 and not self.scope.take(self.resource, more, has_waited=has_waited):
             return False
         if more < 0:
             self.scope.release(self.resource, -more)

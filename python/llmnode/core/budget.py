@@ -190,10 +190,13 @@ class Scope:
     def unwatch(self, note: Callable[[], None]) -> None:
         self.around[-1]._watchers.pop(note, None)
 
-    def take(self, resource: Resource, amount: int) -> bool:
-        """Reserve, and evict others for it if that is fair. False if the asker goes without."""
+    def take(self, resource: Resource, amount: int, *, has_waited: bool = False) -> bool:
+        """Reserve, and evict others for it if that is fair. False if the asker goes without.
+
+        `has_waited` says that it has waited for others to give something back, and now takes it.
+        """
         while (full := self.reserve(resource, amount)) is not None:
-            if full.is_closed or (evicted := choose_victim(full, self, resource)) is None:
+            if full.is_closed or (evicted := choose_victim(full, self, resource, has_waited=has_waited)) is None:
                 return False
             evicted.evict()
         return True
@@ -319,7 +322,7 @@ class Budget:
         return around
 
 
-def choose_victim(full: Scope, asker: Scope, resource: Resource) -> Scope | None:
+def choose_victim(full: Scope, asker: Scope, resource: Resource, *, has_waited: bool = False) -> Scope | None:
     """The connection to drop so that `asker` gets what `full` has refused; None if `asker` is to go without.
 
     It is of an address group that holds more than the asker's. One that nothing uses goes first, then those of groups
@@ -327,16 +330,21 @@ def choose_victim(full: Scope, asker: Scope, resource: Resource) -> Scope | None
     Within the group, the least worth goes first, then what holds most, then the newest. Within the asker's own group,
     only what nothing uses makes way, the oldest first; or, for memory, what holds more than the asker and is worth no
     more. A connection that we have opened keeps its place. Its memory counts by what runs over it: others may have had
-    us open it. Nothing makes way for work, or for adapters (`core/serving/adapter_shelf.py`).
+    us open it. But if we have opened the asker's too, it waits first: a client's servers do not evict each other at
+    once. Nothing makes way for work, or for adapters (`core/serving/adapter_shelf.py`).
     """
     if resource in (Resource.WORK, Resource.PASSES, Resource.ADAPTERS):
         return None
     asking = asker.of_kind(Kind.CONNECTION)
     own = asker.of_kind(Kind.GROUP)
+    is_patient = asking is not None and asking.worth is Worth.OURS and not has_waited
     rivals = [
         (each, use, each.of_kind(Kind.GROUP))
         for each in full.within(Kind.CONNECTION)
-        if each is not asking and each.held[resource] and (use := each.use_of(resource)) < Worth.OURS
+        if each is not asking
+        and each.held[resource]
+        and (use := each.use_of(resource)) < Worth.OURS
+        and not (is_patient and each.worth is Worth.OURS and use is not Worth.NOTHING)
     ]
     groups = {group for _, _, group in rivals if group is not None}
     limit = full.limit(resource)

@@ -18,6 +18,7 @@ import logging
 import math
 import random
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import trio
@@ -275,7 +276,7 @@ class Libp2pLink:
     def _takes_more(self) -> bool:
         return self._received_bytes <= self._queue_bytes and self._received_frames < self._policy.queue_frames
 
-    def _charge(self, more_bytes: int = 0) -> bool:
+    def _charge(self, more_bytes: int = 0, *, has_waited: bool = False) -> bool:
         """Reserve what the link holds, and `more_bytes`. False if there is no memory for that."""
         held_bytes = self._decoder.held_bytes + self._received_bytes + self._arriving_bytes
         held_bytes += self._outbox.size_bytes + self._waiting_bytes + self._stream.kept_bytes + more_bytes
@@ -284,7 +285,7 @@ class Libp2pLink:
             return not amount or self._memory.resize(0)
         if amount - 2 * CHARGE_BYTES < held_bytes <= amount:
             return True
-        return self._memory.resize(-(-held_bytes // CHARGE_BYTES) * CHARGE_BYTES)
+        return self._memory.resize(-(-held_bytes // CHARGE_BYTES) * CHARGE_BYTES, has_waited=has_waited)
 
     def _give_back(self) -> None:
         """The link holds less than before: the memory for that is free."""
@@ -303,15 +304,21 @@ class Libp2pLink:
     async def _wait_for_memory(self, more_bytes: int) -> None:
         """The link ends if others do not give memory back in time, of several that wait for it one after the other."""
         patience_s = self._policy.memory_patience_s * random.uniform(0.5, 1)
-        await self._wait(lambda: self._charge(more_bytes), patience_s, "no memory is left for what goes over this link")
+        why = "no memory is left for what goes over this link"
+        take = partial(self._charge, more_bytes, has_waited=True)
+        await self._wait(lambda: self._charge(more_bytes), patience_s, why, take)
 
-    async def _wait(self, is_ready: Callable[[], bool], patience_s: float, why: str) -> None:
+    async def _wait(
+        self, is_ready: Callable[[], bool], patience_s: float, why: str, at_last: Callable[[], bool] = lambda: False
+    ) -> None:
+        """The link ends for want of patience, unless `at_last` helps."""
         with trio.move_on_after(patience_s):
             while not self.has_ended and not is_ready():
                 await trio.sleep(LOOK_EVERY_S)
                 self._heard_s = trio.current_time()  # meanwhile we may not read, and hear nothing
             return
-        self._fail(PeerUnreachable(why))
+        if not at_last():
+            self._fail(PeerUnreachable(why))
 
     async def _pause(self, waiting: Awaitable[None]) -> None:
         """Read nothing until `waiting` is over."""

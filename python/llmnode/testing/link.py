@@ -157,9 +157,9 @@ class MemoryLink:
     def _evict(self) -> None:
         self.fail(PeerUnreachable("others have taken its place"))
 
-    def _hold(self, more_bytes: int) -> bool:
+    def _hold(self, more_bytes: int, *, has_waited: bool = False) -> bool:
         """Whether there is memory for that."""
-        return self.scope.is_closed or self._memory.resize(self._memory.amount + more_bytes)
+        return self.scope.is_closed or self._memory.resize(self._memory.amount + more_bytes, has_waited=has_waited)
 
     async def _wait_for_memory(self, more_bytes: int) -> None:
         """The link ends if there is none in time, as a real one does."""
@@ -168,7 +168,8 @@ class MemoryLink:
                 await trio.sleep(LOOK_EVERY_S)
                 if self._hold(more_bytes):
                     return
-        self.fail(PeerUnreachable("no memory is left for what goes over this link"))
+        if self._error is None and not self._hold(more_bytes, has_waited=True):
+            self.fail(PeerUnreachable("no memory is left for what goes over this link"))
 
     def die(self) -> None:
         """The process is gone: what it had not sent is lost, and its system closes the connection."""

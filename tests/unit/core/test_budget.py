@@ -253,8 +253,37 @@ def test_in_a_group_the_larger_holder_of_memory_gives_way_whichever_side_has_ope
         for amount, worth in zip((240, 100), worths, strict=True)
     )
     rest = _holding(budget, "rest", "9.9.9.8", 90, Worth.USED)
-    assert small.take(Resource.MEMORY, 100)
+    assert small.take(Resource.MEMORY, 100, has_waited=worths == (Worth.OURS, Worth.OURS))
     assert [each.is_closed for each in (large, small, rest)] == [True, False, False]
+
+
+@pytest.mark.parametrize("addresses", [("9.9.9.9", "9.9.9.9"), ("9.9.9.9", "8.8.8.8")])
+def test_connections_that_we_have_opened_wait_for_each_other_s_memory_first(addresses: tuple[str, str]) -> None:
+    """A client's servers may be behind one relay, or on one machine."""
+    budget = Budget(POLICY)
+    large, small = (
+        _holding(budget, f"peer {amount}", each, amount) for each, amount in zip(addresses, (240, 100), strict=True)
+    )
+    rest = _holding(budget, "rest", "9.9.9.8", 150)
+    _holding(budget, "another", "8.8.8.7", 40)
+    most = large.around[-2 if addresses[0] == addresses[1] else -1]
+    most.set_limit(Resource.MEMORY, most.held[Resource.MEMORY])
+    assert not small.take(Resource.MEMORY, 100)
+    assert not any(each.is_closed for each in (large, small, rest))
+    assert small.take(Resource.MEMORY, 100, has_waited=True)
+    assert [each.is_closed for each in (large, small, rest)] == [True, False, False]
+    stranger = _holding(budget, "stranger", "9.9.9.7", 0, Worth.USED)
+    assert stranger.take(Resource.MEMORY, 200), "it does not wait"
+    assert sum(each.is_closed for each in (small, rest)) == 1
+
+
+def test_what_nothing_uses_makes_way_at_once_also_if_we_have_opened_it() -> None:
+    budget = Budget(POLICY)
+    unused, small = (_holding(budget, f"peer {amount}", "9.9.9.9", amount) for amount in (240, 100))
+    _holding(budget, "rest", "9.9.9.8", 100)
+    unused.runs = Worth.NOTHING
+    assert small.take(Resource.MEMORY, 100)
+    assert unused.is_closed
 
 
 def test_who_takes_a_place_ends_the_connection_that_had_it() -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import trio
+import trio.testing
 from libp2p.exceptions import BaseLibp2pError
 from libp2p.network.stream.exceptions import StreamError
 
@@ -356,6 +357,31 @@ async def test_peers_that_we_have_dialled_do_not_keep_all_memory() -> None:
         process.set_limit(Resource.MEMORY, process.held[Resource.MEMORY])
         assert await strangers.can_link("127.0.0.1")
         assert sum(link.scope.is_closed for link in dialled) == 1, "one of the group that holds most"
+
+
+@in_trio
+async def test_a_client_s_servers_at_one_address_wait_for_each_other_s_memory() -> None:
+    """Before, the one that held less ended the other's link, with all that went over it."""
+    frame = Frame(FrameType.RESULT, session_id(), length=1, payload=bytes(2 * MIB))
+    async with (
+        open_network([], LinkPolicy(memory_patience_s=30)) as client,
+        listening(BudgetPolicy()) as one,
+        listening(BudgetPolicy()) as other,
+        trio.open_nursery() as nursery,
+    ):
+        busy, asking = [await client.dial(each.addresses[0]) for each in (one, other)]
+        passes = busy.scope.open(Kind.SESSION, "passes that are on their way")
+        assert passes.reserve(Resource.MEMORY, 64 * MIB) is None
+        group = asking.scope.of_kind(Kind.GROUP)
+        assert group is not None
+        group.set_limit(Resource.MEMORY, group.held[Resource.MEMORY] + MIB)
+        nursery.start_soon(asking.send, frame)
+        await trio.testing.wait_all_tasks_blocked()
+        assert not busy.scope.is_closed and not asking.has_ended
+        passes.close()
+        for link in (asking, busy):
+            await link.send(DESCRIBE)
+            assert (await link.receive()).type is FrameType.DESCRIPTION
 
 
 @in_trio
