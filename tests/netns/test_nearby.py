@@ -1,4 +1,4 @@
-"""Machines of one local network find each other by mDNS, without a flag; strangers there cannot make that costly."""
+"""Machines of one local network find each other by mDNS, by an invite, and without the server that it names."""
 
 from __future__ import annotations
 
@@ -178,3 +178,31 @@ def test_a_private_swarm_is_told_to_nobody(lan: list[Host], tmp_path: Path) -> N
         assert done.returncode == 2 and "mDNS" not in done.stderr, "a member looks for nobody by mDNS"
         done, _ = generate(user, "--swarm-key", str(key), "--peers", server.ready["addresses"][0])
         assert done.returncode == 0, done.stderr
+
+
+def test_an_invite_is_enough_elsewhere_and_a_second_start_needs_nobody_whom_it_names(
+    lan: list[Host],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    question: Question,
+    record_property: Callable[[str, object], None],
+) -> None:
+    one, two, user = lan
+    with children() as start:
+        monkeypatch.setenv("LLMNODE_CACHE", str(cache_without_peers(tmp_path / "theirs")))
+        listen = [["--no-mdns", "--listen", f"/ip4/{host.address}/tcp/0"] for host in (one, two)]
+        named: Any = start(one, *SERVE, "--blocks", "0:15", *listen[0])
+        said_until_ready(named)
+        invite = named.ready["invite"]
+        for blocks in ("0:15", "15:30"):
+            said_until_ready(start(two, *SERVE, invite, "--blocks", blocks, *listen[1]))
+
+        monkeypatch.setenv("LLMNODE_CACHE", str(cache_without_peers(tmp_path / "ours")))
+        for name in ("invited_s", "without_named_s"):
+            done, took_s = generate(user, invite)
+            assert done.returncode == 0, done.stderr
+            assert json.loads(done.stdout)["token_ids"] == question.expected[:FEW_TOKENS]
+            assert ("none of the named peers answers" in done.stderr) == (name == "without_named_s")
+            record_property(name, round(took_s, 1))
+            named.process.kill()
+            named.process.wait()
