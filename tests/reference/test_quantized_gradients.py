@@ -6,6 +6,7 @@ rounded model, and not of the model in fp32. The README of the client has the fi
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -27,6 +28,7 @@ pytestmark = pytest.mark.reference
 
 HELD: dict[str, dict[str, Any]] = {
     "bf16": {"dtype": torch.bfloat16},
+    "fp16": {"dtype": torch.float16},
     "int8": {"quant": "int8"},
     "nf4": {"quant": "nf4"},
     "nf4 in bf16": {"quant": "nf4", "dtype": torch.bfloat16},
@@ -65,6 +67,7 @@ def _round_inputs(_layer: Any, given: tuple[torch.Tensor]) -> tuple[torch.Tensor
 
 MOST = {
     "bf16": (0.05, 0.1, 0.15),
+    "fp16": (0.01, 0.02, 0.03),
     "int8": (0.07, 0.15, 0.25),
     "int8, inputs rounded alike": (5e-6, 1e-5, 1e-5),
     "nf4": (5e-6, 1e-5, 1e-5),
@@ -96,6 +99,20 @@ def test_gradients_are_those_of_the_model_with_the_rounded_weights(case: str, he
         for each in linears:
             each.register_forward_pre_hook(_round_inputs)
         _check(ours, learn_whole(model, found, batch), MOST["int8, inputs rounded alike"])
+
+
+@pytest.mark.parametrize("times", [1e-9, 1e6])
+def test_blocks_in_fp16_have_gradients_of_any_size(times: float, tmp_path: Path) -> None:
+    """fp16 itself has no numbers below 6e-8, nor above 65,504."""
+    whole = make_model("llama", tied=False)
+    whole.save_pretrained(tmp_path)
+    folder, held = open_saved(tmp_path), HELD["fp16"]
+    _round(whole, held)
+    model = with_adapters("llama", whole)
+    found = Found({name: parts_of(model, name, family_of(folder.config).block_prefix) for name in ("one", "two")})
+    usual = batch_for(whole)
+    batch = replace(usual, weights=[times * each for each in usual.weights])
+    _check(learn_cut(folder, found, batch, **held), learn_whole(model, found, batch), MOST["fp16"])
 
 
 def _check(ours: Learned, theirs: Learned, most: tuple[float, float, float]) -> None:

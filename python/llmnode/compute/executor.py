@@ -14,6 +14,7 @@ from llmnode.compute.attention import Segment, segments_of_forward
 from llmnode.compute.deep_prompts import PromptedSequences, prompted, read_prompts
 from llmnode.compute.dropout import DroppedRows
 from llmnode.compute.gradients import gradients_of, outputs_of
+from llmnode.compute.half_gradients import scaled, scales_for
 from llmnode.compute.held_adapters import HeldAdapters
 from llmnode.compute.kv import KVForm, SequenceKV
 from llmnode.compute.pages import in_pages
@@ -165,9 +166,14 @@ class SpanExecutor:
         prompts = self._prompts_of(passes)
         of_adapters: Sequence[torch.Tensor] = ()
         of_prompts: Sequence[torch.Tensor] = ()
+        scales: Sequence[float] = ()
         if gradients:
             rows, wanted = self._adapters.rows(adapters, together=False), self._sequences_of(gradients, lengths)
+            scales = scales_for(self.model.dtype, wanted, [each.positions for each in passes])
+            of_sequences = [scale for scale, each in zip(scales, passes, strict=True) for _ in each.lengths]
+            wanted = scaled(wanted, of_sequences)
             computed, of_adapters, of_prompts = gradients_of(self.model, span, hidden, wanted, rows, prompts)
+            computed = scaled(computed, [1 / scale for scale in of_sequences])
         else:
             computed = outputs_of(self.model, span, hidden, self._adapters.rows(adapters, together=True), prompts)
         row = torch.cat(computed).cpu()
@@ -178,7 +184,8 @@ class SpanExecutor:
         having_prompts = [index for index, each in enumerate(passes) if each.prompts]
         for indices, found in ((having_adapter, of_adapters), (having_prompts, of_prompts)):
             for index, each in zip(indices, found, strict=bool(gradients)):
-                outputs[index].append(to_bytes(each.cpu()))
+                (own,) = scaled([each], [1 / scales[index]])
+                outputs[index].append(to_bytes(own.cpu()))
         return [parts[0] if len(parts) == 1 else b"".join(parts) for parts in outputs]
 
     def _dropped(self, each: Pass) -> DroppedRows | None:

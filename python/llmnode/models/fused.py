@@ -42,7 +42,7 @@ class FusedSpan(torch.nn.Module):
         super().__init__()
         self.span, self.blocks, self.rotary, self.native = span, blocks, rotary, native
         self._attention = attention
-        self._dtype = dtype
+        self.dtype = dtype
         self.read_layers()
 
     def read_layers(self) -> None:
@@ -51,8 +51,8 @@ class FusedSpan(torch.nn.Module):
 
     def forward(self, span: Span, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """`hidden` (tokens, hidden_size) at `positions` (tokens), through the blocks of `span`, a part of ours."""
-        states = hidden[None].to(self._dtype)
-        cos, sin = self.rotary(positions[None, None], self._dtype)
+        states = hidden[None].to(self.dtype)
+        cos, sin = self.rotary(positions[None, None], self.dtype)
         for block in self._fused[span.start - self.span.start : span.end - self.span.start]:
             states = block(states, cos, sin)
         return states[0].float()

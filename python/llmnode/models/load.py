@@ -65,13 +65,13 @@ class SpanModel(torch.nn.Module):
         self.blocks = getattr(decoder, family.blocks)
         self._family = family
         self._layer_types = getattr(decoder.config, "layer_types", None)
-        self._dtype = dtype
+        self.dtype = dtype
         self._cut_to: Span | None = None
 
     def forward(self, span: Span, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """`hidden` (tokens, hidden_size) at `positions` (tokens), through the blocks of `span`, a part of ours."""
         self._cut(span)
-        states = hidden[None].to(self._dtype)
+        states = hidden[None].to(self.dtype)
         output = self.decoder(inputs_embeds=states, position_ids=positions[None], use_cache=False)
         last: torch.Tensor = output.last_hidden_state[0].float()
         return last
