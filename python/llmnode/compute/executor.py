@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 _LARGE_TOKENS = 256
 """From this many positions on, a forward works with tens of MiB. Giving them back takes a hundredth of its time."""
+_OF_BACKWARD = 4
+"""A backward works with this many times the memory: it keeps the graphs of blocks."""
 
 
 @dataclass(slots=True)
@@ -101,6 +103,7 @@ class SpanExecutor:
                 self._adapters.adopt(operation)
             case Forget(adapter):
                 self._adapters.forget(adapter)
+                give_back()  # each step of a client that trains brings another version
             case _:
                 assert_never(operation)
         return True
@@ -177,7 +180,7 @@ class SpanExecutor:
         else:
             computed = outputs_of(self.model, span, hidden, self._adapters.rows(adapters, together=True), prompts)
         row = torch.cat(computed).cpu()
-        if len(row) >= _LARGE_TOKENS:
+        if (_OF_BACKWARD if gradients else 1) * len(row) >= _LARGE_TOKENS:
             give_back()
         outputs = [[to_bytes(part)] for part in row.split([each.positions for each in passes])]
         having_adapter = [index for index, each in enumerate(passes) if each.adapter is not None]
