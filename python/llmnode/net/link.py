@@ -95,7 +95,7 @@ class Libp2pLink:
         group = memory.scope.of_kind(Kind.GROUP)
         self.group = peer if group is None else group.name  # its scope is closed before the link is
         self._decoder = FrameDecoder(policy)
-        self._paces = LinkPaces(policy.pace_grace_s, policy.pace_bytes_per_s)
+        self._paces = LinkPaces(policy.pace_grace_s, policy.pace_bytes_per_s, 2 * policy.heartbeat_s)
         self._written_bytes = self._times_written = 0  # the bytes since the outbox was empty, and how often it was
         self._arrivals = ArrivalRate(policy.packing)
         self._packer = Packer(policy)

@@ -9,14 +9,16 @@ if TYPE_CHECKING:
 
 
 class Pace:
-    """One thing at a time is watched. Since no moment may it have moved less than `bytes_per_s`, beyond a grace.
+    """One thing at a time is watched. It may be a grace behind `bytes_per_s` at first, and never more than two graces.
 
-    So a burst buys no more than the grace: the thing is too slow if it then stands still for longer than that.
+    So a burst buys one more grace: other connections of a slow uplink may hold up the thing for a while. It is too slow
+    if it stands still for longer than that.
     """
 
-    def __init__(self, grace_s: float, bytes_per_s: float) -> None:
+    def __init__(self, grace_s: float, bytes_per_s: float, most_gap_s: float) -> None:
         self._grace_s = grace_s
         self._bytes_per_s = bytes_per_s
+        self._most_gap_s = most_gap_s
         self._number: int | None = None
         self._moved_bytes = 0
         self._noted_s = 0.0
@@ -30,17 +32,17 @@ class Pace:
         """Thing `number` is under way, and has moved `moved_bytes` in all. None: nothing is.
 
         We have kept it waiting for `paused_s` in all, since the beginning of time. It is excused a grace of that, or
-        it could have itself kept waiting for ever. Time in which we did not look counts as one grace at most: the
-        machine was suspended, or busy.
+        it could have itself kept waiting for ever. Time in which we did not look counts as `most_gap_s` at most: the
+        machine was suspended, or busy, and what has come meanwhile is yet to be read.
         """
         if number is None or number != self._number:
             self._left_s = self._excused_s = self._grace_s
         else:
-            excused_s = min(paused_s - self._paused_s, self._excused_s)
+            passed_s = min(now_s - self._noted_s, self._most_gap_s)
+            excused_s = min(paused_s - self._paused_s, passed_s, self._excused_s)
             self._excused_s -= excused_s
             gained_s = (moved_bytes - self._moved_bytes) / self._bytes_per_s + excused_s
-            passed_s = min(now_s - self._noted_s, self._grace_s)
-            self._left_s = min(self._grace_s, self._left_s + gained_s - passed_s)
+            self._left_s = min(2 * self._grace_s, self._left_s + gained_s - passed_s)
         self._number, self._moved_bytes, self._noted_s, self._paused_s = number, moved_bytes, now_s, paused_s
 
     def is_too_slow(self) -> bool:
@@ -51,9 +53,9 @@ class Pace:
 class LinkPaces:
     """The paces of a link: of the frames that arrive, and of what the other side is to read."""
 
-    def __init__(self, grace_s: float, bytes_per_s: float) -> None:
-        self._arriving = [Pace(grace_s, bytes_per_s) for _ in range(2)]
-        self._leaving = Pace(grace_s, bytes_per_s)
+    def __init__(self, grace_s: float, bytes_per_s: float, most_gap_s: float) -> None:
+        self._arriving = [Pace(grace_s, bytes_per_s, most_gap_s) for _ in range(2)]
+        self._leaving = Pace(grace_s, bytes_per_s, most_gap_s)
         self._paused_s = 0.0
         self._paused_since_s: float | None = None
 

@@ -69,8 +69,8 @@ class LinkPolicy:
     limit."""
     pace_grace_s: float = 10.0
     """A frame that has begun to arrive, and one that waits to be read by the other side, may fall behind
-    `pace_bytes_per_s` by this much, however fast it was before. It is `write_timeout_s`: the other side's reader may
-    wait that long."""
+    `pace_bytes_per_s` by this much, and by twice that if it was faster before. It is `write_timeout_s`: the other
+    side's reader may wait that long."""
     pace_bytes_per_s: float = 16 << 10
     """Slower links than this are of no use for hidden states."""
     memory_patience_s: float = 4.0
