@@ -47,6 +47,7 @@ class ConnectionAdmission:
         self._handshakes = Turns(self.policy.handshakes)
         self._streams = Turns(self.policy.stream_turns)
         self._refused = Rates(self.policy.refused_streams_burst, self.policy.refused_streams_per_s)
+        self._pings = Rates(self.policy.free_pings_burst, self.policy.free_pings_per_s)
         self._begun: dict[str, dict[Scope, None]] = {}
         """The half-open connections of each address, the oldest first."""
         self._half_open: WeakKeyDictionary[IRawConnection, Scope] = WeakKeyDictionary()
@@ -129,6 +130,10 @@ class ConnectionAdmission:
             await self._streams.wait(path, amount)
             return True
         return False
+
+    def has_free_ping(self, connection: YamuxConnection) -> bool:
+        """Whether the other side may have one more ping answered without a turn. Then it counts."""
+        return self._pings.take(connection.scope.number, trio.current_time())
 
     def note_refused(self, connection: YamuxConnection) -> None:
         """A stream was not handled. The connection ends if its peer opens many such."""

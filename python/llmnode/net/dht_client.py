@@ -124,7 +124,14 @@ class Routing(PeerRouting):
             answer = await self._client.ask(peer, Message(type=Message.FIND_NODE, key=target_key))
         except FAILURES as error:
             log.debug("DHT peer=%s does not answer: %s", peer, error)
-            self._table.remove_peer(peer)
+            if not self._has_only_reset(peer, error):
+                self._table.remove_peer(peer)
             return []
         await self._table.note(peer)
         return self._client.led_to(answer)
+
+    def _has_only_reset(self, peer: ID, error: Exception) -> bool:
+        """Whether a stream was reset, over a connection that stands: others at our address may have had the turns."""
+        if isinstance(error, (RemoteProtocolError, trio.TooSlowError)):
+            return False
+        return any(not each.is_closed for each in self.host.get_network().get_connections(peer))

@@ -31,7 +31,7 @@ from llmnode.net.identity import is_signed
 from llmnode.wire.announcement import checked, unpack_announcement
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 
     from libp2p.abc import INetStream
 
@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 NAMESPACE = "llmnode"
 MOST_PROVIDERS = 20
 """Enough to meet a swarm; its members know the others."""
+LOOKUPS_AT_ONCE = 4
+"""The announcements that are looked for at the same time. For each lookup many peers open streams, in turns of our
+address group."""
 _DIGEST_CHARACTERS = 40
 
 
@@ -97,11 +100,16 @@ class DhtDirectory:
             providers = await self._dht.find_providers(key, MOST_PROVIDERS)
             peers = {PeerId(provider.peer_id.to_base58()) for provider in providers}  # one is listed many times
             async with trio.open_nursery() as nursery:
-                for peer in sorted(peers):
-                    nursery.start_soon(self._look_up_peer, peer, found)
+                waiting = iter(sorted(peers))
+                for _ in range(LOOKUPS_AT_ONCE):
+                    nursery.start_soon(self._look_up_peers, waiting, found)
 
         await self._apart(look_up)
         return found
+
+    async def _look_up_peers(self, waiting: Iterator[PeerId], found: list[SignedAnnouncement]) -> None:
+        for peer in waiting:
+            await self._look_up_peer(peer, found)
 
     async def _look_up_peer(self, peer: PeerId, found: list[SignedAnnouncement]) -> None:
         key = _peer_key(peer)

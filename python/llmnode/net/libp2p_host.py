@@ -18,6 +18,7 @@ from libp2p.network.exceptions import SwarmException
 from libp2p.security.noise.transport import PROTOCOL_ID as NOISE
 from multiaddr import Multiaddr
 
+from llmnode.core.budget import Worth
 from llmnode.net.admission import ConnectionAdmission
 from llmnode.net.identify import use_our_identify
 from llmnode.net.peerstore import KnownPeers
@@ -157,9 +158,12 @@ def _outlive_streams(swarm: Swarm, admission: ConnectionAdmission) -> None:
     async def handle_or_reset(stream: INetStream) -> None:
         connection = cast("YamuxConnection", stream.muxed_conn)
         with admission.stream(connection.scope) as is_admitted:
-            if not (is_admitted and await admission.wait_stream_turn(connection)):
+            has_turn = is_admitted and await admission.wait_stream_turn(connection)
+            if not has_turn:
                 await stream.reset()
-                admission.note_refused(connection)
+                # Others at its address may have had the turns: what is used does not end for that.
+                if not is_admitted or connection.scope.use < Worth.USED:
+                    admission.note_refused(connection)
                 return
             try:
                 await handle(stream)

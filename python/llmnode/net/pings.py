@@ -66,7 +66,10 @@ async def answer_pings(admission: ConnectionAdmission, stream: INetStream) -> No
     net_stream, amount, in_order = cast("NetStream", stream), 1 / admission.policy.pings_per_stream, False
     connection = cast("YamuxConnection", stream.muxed_conn)
     try:
-        while (ping := await _next_ping(net_stream)) and await admission.wait_stream_turn(connection, amount):
+        while ping := await _next_ping(net_stream):
+            # If others at its address take all turns, the other side would give the connection up after a few seconds.
+            if not (admission.has_free_ping(connection) or await admission.wait_stream_turn(connection, amount)):
+                break
             await net_stream.muxed_stream.write(ping)
         in_order = not ping
     except (BaseLibp2pError, trio.TooSlowError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -12,6 +12,7 @@ from libp2p.exceptions import BaseLibp2pError
 from libp2p.host.ping import PING_LENGTH
 from libp2p.identity.identify.identify import ID as IDENTIFY
 
+from llmnode.core.budget import Kind
 from llmnode.core.policy import BudgetPolicy, TurnPolicy
 from llmnode.net.addresses import LISTEN_ANY_LOOPBACK, parse_peer
 from llmnode.net.connections import open_stream
@@ -126,13 +127,53 @@ async def test_streams_of_peers_that_we_have_connected_to_have_turns_of_their_ow
 
 @in_trio
 async def test_pings_have_turns() -> None:
-    async with connected(replace(FEW, pings_per_stream=4)) as (_, connect):
+    few = replace(FEW, pings_per_stream=4, free_pings_burst=2, free_pings_per_s=NEVER)
+    async with connected(few) as (_, connect):
         rude, answered = await connect("127.0.0.2"), 0
         stream = await open_stream(rude, PING, 5)
         while await is_answered(stream) and answered < 1000:
             answered += 1
-        assert 4 < answered <= 4 * MOST
+        assert 4 < answered <= 2 + 4 * MOST
         assert await is_identified(await connect("127.0.0.3"))
+
+
+@in_trio
+async def test_a_slow_ping_needs_no_turn() -> None:
+    """Neighbours behind a NAT have taken all of them. Its other side would give the connection up."""
+    async with connected() as (_, connect):
+        stream = await open_stream(await connect("127.0.0.2"), PING, 5)
+        while await is_identified(await connect("127.0.0.2")):
+            pass
+        assert await is_answered(stream)
+
+
+@in_trio
+async def test_waiting_behind_one_s_own_nat_costs_no_connection_that_is_used() -> None:
+    async with connected() as (server, connect):
+        polite = await connect("127.0.0.2")
+        (theirs,) = cast("Any", server.host.get_network()).get_connections()
+        session = theirs.muxed_conn.scope.open(Kind.SESSION, "its session")
+        while await is_identified(await connect("127.0.0.2")):
+            pass
+        for _ in range(3 * FEW.refused_streams_burst):
+            assert not await is_identified(polite)
+        assert not polite.is_closed and not theirs.is_closed
+        session.close()
+        while not polite.is_closed:
+            await is_identified(polite)
+            await trio.sleep(0.01)
+
+
+@in_trio
+async def test_streams_beyond_the_limits_cost_also_a_connection_that_is_used() -> None:
+    async with connected(replace(FEW, streams_per_peer=4)) as (server, connect):
+        rude = await connect("127.0.0.2")
+        (theirs,) = cast("Any", server.host.get_network()).get_connections()
+        theirs.muxed_conn.scope.open(Kind.SESSION, "its session")
+        while not rude.is_closed:
+            with suppress(BaseLibp2pError):
+                await rude.new_stream()
+            await trio.sleep(0.01)
 
 
 @in_trio

@@ -89,8 +89,14 @@ class BudgetPolicy:
     """A stream waits this long for its turn. Then it is reset."""
     pings_per_stream: float = 16.0
     """This number of pings of libp2p counts as one stream. A circuit has one ping every `LinkPolicy.heartbeat_s`."""
+    free_pings_burst: float = 4.0
+    """A connection has this many pings answered at once without a turn: its other side waits `LinkPolicy.silence_s` for
+    an answer, and then ends the connection."""
+    free_pings_per_s: float = 1.0
+    """Then it has one more this often."""
     refused_streams_burst: int = 64
-    """A peer may open this many streams at once that are not handled. A further one costs the connection."""
+    """A peer may open this many streams at once that are not handled. A further one costs the connection. On one with a
+    session, a reservation or a circuit, a stream does not count if it has only waited too long for its turn."""
     refused_streams_per_s: float = 1.0
     """Then one is allowed this often."""
     dials: int = 32
