@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING
 import pytest
 import trio
 
+from llmnode.core.peers.pass_loads import AT_FIRST
+from llmnode.core.policy import ClientPolicy, PassPolicy
 from llmnode.core.span import Span
 from llmnode.session import passes
+from llmnode.session.pass_routes import HOLDERS
 from llmnode.session.passes import SwarmPasses
 from llmnode.session.peer_records import PeerRecords
 from llmnode.testing import Conditions
@@ -33,6 +36,9 @@ if TYPE_CHECKING:
 POSITIONS = 32
 """Those of each microbatch."""
 BATCHES = 16
+MANY = 64
+LONGEST_PASS_S = 20.0
+"""A client waits this long for a microbatch at a server that has answered none."""
 POSITION_S = 1e-3
 """The time of a position in one block, at a server that is not slower than others."""
 PASS_S = POSITION_S * POSITIONS * len(ALL_BLOCKS)
@@ -43,18 +49,18 @@ class Twins:
 
     def __init__(self, swarm: World, client: SwarmPasses, monkeypatch: pytest.MonkeyPatch) -> None:
         self.client = client
-        self._swarm = swarm
+        self.swarm = swarm
         self._monkeypatch = monkeypatch
         self.times: dict[str, PassTime] = {}
 
     async def start(self, name: str, times: float, says: float) -> None:
         """It says that it is slower by the factor `says`. In the end the client has heard of it."""
-        await self._swarm.start(name, ALL_BLOCKS, said_us=round(1e6 * POSITION_S * says))
+        await self.swarm.start(name, ALL_BLOCKS, said_us=round(1e6 * POSITION_S * says))
         self.take(name, times)
         await trio.sleep(5)
 
     def take(self, name: str, times: float) -> None:
-        self.times[name] = take_time(self._swarm.nodes[name].worker, times * POSITION_S, self._monkeypatch)
+        self.times[name] = take_time(self.swarm.nodes[name].worker, times * POSITION_S, self._monkeypatch)
 
     async def forward(self, batches: int = BATCHES) -> Done:
         """That number of microbatches, and the outputs are right."""
@@ -106,7 +112,8 @@ async def twins(monkeypatch: pytest.MonkeyPatch, *times: float, spans: Sequence[
         for number, each in enumerate(times):
             span = spans[number] if spans else ALL_BLOCKS
             await swarm.start(f"twin{number}", span, said_us=round(1e6 * POSITION_S * each))
-        async with swarm.client() as (router, _):
+        policy = ClientPolicy(passes=PassPolicy(longest_s=LONGEST_PASS_S))
+        async with swarm.client(policy) as (router, _):
             found = Twins(swarm, SwarmPasses(router.finder, Codec.RAW), monkeypatch)
             for number, each in enumerate(times):
                 found.take(f"twin{number}", each)
@@ -161,6 +168,47 @@ async def test_a_twin_that_is_not_as_fast_as_it_says_gets_little(says: float, mo
         later = await servers.forward()
         assert later.busy_s["liar"] < 1.01 * 10 * PASS_S
         assert later.took_s < 1.05 * BATCHES * PASS_S
+
+
+@asynccontextmanager
+async def silent(servers: Twins, number: int) -> AsyncIterator[None]:
+    """Servers that say that they are fast, take passes, and answer none within this context."""
+    nodes = [await servers.swarm.start(f"silent{each}", ALL_BLOCKS, said_us=1) for each in range(number)]
+    for node in nodes:
+        node.worker.gate = trio.Event()
+    await trio.sleep(5)
+    try:
+        yield
+    finally:
+        for node in nodes:
+            node.worker.open_gate()
+    await trio.sleep(5)
+
+
+@pytest.mark.parametrize("strangers", [8, 16])
+@simulated
+async def test_silent_strangers_get_no_more_than_they_are_tried_with_and_a_proven_server_gets_the_rest(
+    strangers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pass at a stranger is waited for once, for as long as the policy says."""
+    async with twins(monkeypatch, 1.0) as servers:
+        await servers.forward()
+        async with silent(servers, strangers), trio.open_nursery() as nursery:
+            nursery.start_soon(servers.forward, MANY)
+            await trio.sleep(1.5 * MANY * PASS_S)
+            assert servers.times["twin0"].spent_s > 0.99 * PASS_S * (MANY - AT_FIRST * HOLDERS)
+            await trio.sleep(1.5 * LONGEST_PASS_S)
+            assert not nursery.child_tasks
+
+
+@simulated
+async def test_silent_strangers_hold_up_the_first_batch_of_a_client_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with twins(monkeypatch, 1.0) as servers, silent(servers, 16), trio.open_nursery() as nursery:
+        nursery.start_soon(servers.forward, MANY)
+        await trio.sleep(10 + 1.5 * MANY * PASS_S)
+        assert servers.times["twin0"].spent_s > 0.99 * PASS_S * (MANY - AT_FIRST * 16)
+        await trio.sleep(1.5 * LONGEST_PASS_S)
+        assert not nursery.child_tasks
 
 
 @simulated

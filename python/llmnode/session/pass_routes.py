@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from llmnode.core.announcement import PeerState
-from llmnode.core.peers.pass_loads import Holder, PassLoad, PassLoads
+from llmnode.core.peers.pass_loads import Holder, Kind, PassLoad, PassLoads
 from llmnode.core.peers.standing import new_tuple
 from llmnode.core.route import NoRoute, find_detour
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 LOOKS_AGAIN_S = 1.0
 """Servers that are new, or not so busy any more, get passes after this time."""
 HOLDERS = 8
-"""The servers of each block that passes may be split over."""
+"""The servers of each block that passes may be split over, of those that have answered passes and of others each."""
 
 
 class PassRoutes:
@@ -98,7 +98,10 @@ class PassRoutes:
         return None
 
     def _look(self, weight: int, now_s: float) -> None:
-        """Keep the best servers of each block, whatever the client has there now."""
+        """Keep the best servers of each block, whatever the client has there now.
+
+        Those that have answered passes have places of their own: any number of strangers may say that they are fast.
+        """
         usable = self.finder.good()
         undoubted, costs = self.finder.records.costs_and_doubts(usable, needs_kv=False)
         holders = [
@@ -108,12 +111,18 @@ class PassRoutes:
         ranks_s = [
             of_passes[peer].block_s + of_passes[peer].hop_s / (span.end - span.start) for peer, span, *_ in holders
         ]
-        self._kept, held = {}, Counter[int]()
-        for number in sorted(range(len(usable)), key=ranks_s.__getitem__):
-            blocks = range(holders[number].span.start, holders[number].span.end)
-            if any(held[block] < HOLDERS for block in blocks):
+        kinds = [self.loads.kind(each.peer, now_s) for each in holders]
+        self._kept, of_measured, of_others = {}, Counter[int](), Counter[int]()
+        for number in sorted(range(len(usable)), key=lambda number: (kinds[number], ranks_s[number])):
+            peer, span, *_ = holders[number]
+            held, blocks = of_measured if kinds[number] is Kind.MEASURED else of_others, range(span.start, span.end)
+            if kinds[number] is Kind.TRIED:  # it may be silent: beside measured ones, no others are tried meanwhile
+                held.update(block for block in blocks if of_measured[block])
+            elif any(held[block] < HOLDERS for block in blocks):
                 held.update(blocks)
-                self._kept[holders[number].peer] = usable[number], holders[number]
+            else:
+                continue
+            self._kept[peer] = usable[number], holders[number]
         self._until_s, self._has_looked = now_s + LOOKS_AGAIN_S, True
 
 

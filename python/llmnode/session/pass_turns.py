@@ -1,7 +1,8 @@
 """Where the passes of one client wait: a server does a few at a time, and the others wait at the client.
 
 A pass that waits may still go to another server, where it would end sooner: a server may have got slow, or be faster
-than it seemed. The first of a queue looks for one when its turn comes, and the last of each queue when a pass is over.
+than it seemed. The first of a queue looks for one when its turn comes, and the last of each queue when a pass is over,
+or every LOOKS_AGAIN_S: a server that is silent ends none.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from weakref import WeakKeyDictionary
 import trio
 
 from llmnode.core.peers.at_once import AtOnce
-from llmnode.session.pass_routes import PassRoutes
+from llmnode.core.peers.pass_loads import AT_FIRST
+from llmnode.session.pass_routes import LOOKS_AGAIN_S, PassRoutes
 from llmnode.wire.refusal import memory_in_s
 
 if TYPE_CHECKING:
@@ -30,8 +32,6 @@ if TYPE_CHECKING:
 
 AT_ONCE = 4
 """Microbatches that one server has together. It takes this number of passes over one link."""
-AT_FIRST = 2
-"""The same for a server that has answered none over its link. It may be slow, whatever it says."""
 
 
 @dataclass(slots=True, eq=False)
@@ -62,7 +62,11 @@ class _Queue:
         own = _Waiting(goes_elsewhere)
         self.waiting.append(own)
         try:
-            await own.is_woken.wait()
+            while not own.is_woken.is_set():
+                with trio.move_on_after(LOOKS_AGAIN_S):
+                    await own.is_woken.wait()
+                if not own.is_woken.is_set() and own is self.waiting[-1]:
+                    self.look_again()
         except trio.Cancelled:
             if own.has_turn:
                 self.give_back()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass, field
+from enum import IntEnum
 from statistics import median_low
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -27,6 +28,10 @@ LEAST_POSITIONS = 32
 """Fewer positions count as this number: they take nearly the same time."""
 BELIEVED_TIMES = 2.0
 """A peer that has answered no pass counts at most this many times as fast as those that have."""
+AT_FIRST = 2
+"""A peer that has answered no pass has this many at once. It may be slow, or silent, whatever it says."""
+BEHIND_UNKNOWN_S = 1e4
+"""A pass waits behind those only if no other peer has the blocks: for each block it counts as this much later."""
 KEPT = 16
 """The latest passes of a peer count."""
 KEEPS_S = 600.0
@@ -38,6 +43,15 @@ PEERS = 256
 def pass_weight(positions: int, *, is_backward: bool) -> int:
     """The cost of a pass through one block, in positions of a forward."""
     return max(positions, LEAST_POSITIONS) * (BACKWARD_COST if is_backward else 1)
+
+
+class Kind(IntEnum):
+    """Says how much is known of the speed of a peer."""
+
+    MEASURED = 0
+    TRIED = 1
+    """It has passes, and has answered none lately."""
+    UNTRIED = 2
 
 
 class Holder(NamedTuple):
@@ -103,6 +117,14 @@ class PassLoads:
         if not at.loads and not at.took:
             del self._peers[load.peer]
 
+    def kind(self, peer: PeerId, now_s: float) -> Kind:
+        """Whether the peer has answered passes lately."""
+        if (at := self._peers.get(peer)) is None:
+            return Kind.UNTRIED
+        if at.seen_s(now_s) is not None:
+            return Kind.MEASURED
+        return Kind.TRIED if at.loads else Kind.UNTRIED
+
     def note(self, peer: PeerId, cost: int, began_s: float, now_s: float) -> None:
         """The peer has answered a pass that was sent to it at `began_s`."""
         at = self._peers.pop(peer, None) or _AtPeer()
@@ -126,7 +148,8 @@ class PassLoads:
         """The time of a pass of this `weight` for each block at each peer, and the time until it begins there.
 
         The pass `without` does not count: it would not stay where it is. If the client `has_none`, no pass does. A peer
-        that has answered no pass counts as fast as for a session, next to those that have.
+        that has answered no pass counts as fast as for a session, next to those that have. After AT_FIRST passes,
+        the next one there counts as very late.
         """
         known = [*holders]  # a look through the swarm has thousands
         mine, found = self._peers, [each.peer for each in known if each.peer in self._peers]
@@ -137,12 +160,14 @@ class PassLoads:
         doubt_times = max(1.0, weight * for_token)
         costs = {}
         for peer, _, cost, undoubted in known:
-            said_s, waiting = for_token * undoubted.block_s, 0
+            said_s, waiting, is_full = for_token * undoubted.block_s, 0, False
             unit_s = seen_s.get(peer, said_s if said_s > fastest_s else fastest_s)
             if peer in mine and (at := mine[peer]).loads:
                 unit_s = max(unit_s, at.least_s(now_s))
-                waiting = 0 if has_none else sum(each.cost for each in at.loads if each is not without)
+                before = [] if has_none else [each.cost for each in at.loads if each is not without]
+                waiting, is_full = sum(before), peer not in seen_s and len(before) >= AT_FIRST
             doubt_s = for_token * (cost.block_s - undoubted.block_s)  # it counts once: others have it too, perhaps
             hop_s = undoubted.hop_s + doubt_times * (cost.hop_s - undoubted.hop_s)
-            costs[peer] = new_tuple(HopCost, (hop_s + waiting * unit_s, weight * (unit_s + doubt_s), 0.0))
+            block_s = weight * (unit_s + doubt_s) + (BEHIND_UNKNOWN_S if is_full else 0.0)
+            costs[peer] = new_tuple(HopCost, (hop_s + waiting * unit_s, block_s, 0.0))
         return costs
