@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
+from weakref import WeakSet
 
 import trio
 from libp2p.exceptions import BaseLibp2pError
@@ -108,6 +109,10 @@ class Relay:
         self._circuits_to: dict[ID, FairPlaces[Circuit]] = {}
         self._circuits_of: Counter[ID | str] = Counter()
         """Those that a peer or an address group has asked for."""
+        self._circuits_over: Counter[IMuxedConn] = Counter()
+        """Those that go over a connection, from its peer or to it."""
+        self._displaced: WeakSet[IMuxedConn] = WeakSet()
+        """The connections whose reservation has made way. They are to end."""
         self._splices = Splices(policy)
 
     def count(self) -> RelayCounts:
@@ -188,6 +193,7 @@ class Relay:
                 victim.is_displaced = True
                 self._end(victim)
             found = self._reservations[peer] = wanted
+            self._displaced.discard(connection.muxed_conn)
             self._reserved.put(wanted, wanted.group)
             self._nursery.start_soon(self._keep, found)
             log.info("reservation peer=%s", peer)
@@ -196,14 +202,32 @@ class Relay:
     async def _keep(self, reservation: Reservation) -> None:
         """It ends with its connection, when it is not renewed, and when it makes way.
 
-        Then its peer has to know: its connection ends, too, unless something else goes over it.
+        Then its peer has to know: its connection ends, too, after the last circuit over it. Links do not keep it: nodes
+        have one to their relay.
         """
         connection = cast("YamuxConnection", reservation.connection.muxed_conn)
         with self._held.hold(connection), reservation.life:
             await connection.event_ended.wait()
         self._end(reservation)
         if reservation.is_displaced:
-            self._held.end_if_unused(connection)
+            self._displaced.add(connection)
+            self._end_displaced(connection)
+
+    def _end_displaced(self, connection: YamuxConnection) -> None:
+        if connection in self._displaced and not self._circuits_over[connection]:
+            connection.end()
+
+    @contextlib.contextmanager
+    def _goes_over(self, *connections: IMuxedConn) -> Iterator[None]:
+        """A circuit goes over these."""
+        self._circuits_over.update(connections)
+        try:
+            yield
+        finally:
+            self._circuits_over.subtract(connections)
+            self._circuits_over = +self._circuits_over
+            for each in connections:
+                self._end_displaced(cast("YamuxConnection", each))
 
     def _end(self, reservation: Reservation) -> None:
         reservation.life.cancel()
@@ -232,6 +256,7 @@ class Relay:
             self._splices.memory(around) as piece_bytes,
             self._held.hold(source),
             self._held.hold(target.muxed_conn),
+            self._goes_over(source, target.muxed_conn),
         ):
             if not piece_bytes:
                 raise Refused(pb.RESOURCE_LIMIT_EXCEEDED)

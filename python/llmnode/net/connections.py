@@ -84,11 +84,6 @@ class HeldConnections:
     def is_held(self, connection: IMuxedConn) -> bool:
         return connection in self._held or connection.peer_id in self._held
 
-    def end_if_unused(self, connection: YamuxConnection) -> None:
-        """End a connection that is of no use to anybody."""
-        if self._is_unused(connection):
-            connection.end()
-
     def _is_unused(self, connection: IMuxedConn) -> bool:
         return not self.is_held(connection) and connection not in self._asked()
 

@@ -190,6 +190,29 @@ async def test_a_reservation_that_makes_way_leaves_the_circuits_to_its_peer() ->
 
 
 @in_trio
+async def test_a_peer_whose_reservation_makes_way_hears_of_it_whatever_links_it_has() -> None:
+    """A node has a link to its relay. Circuits over the same connection, from the peer or to it, end first."""
+    async with relaying(RelayPolicy(reservations=2)) as relay, echoing(relay), AsyncExitStack() as stack:
+        first, second = [await stack.enter_async_context(reserving(relay)) for _ in range(2)]
+        await stack.enter_async_context(echoing(first))
+        await stack.enter_async_context(echoing(second))
+        links = [await each.dial(relay.addresses[0]) for each in (first, second)]
+        for link in links:
+            await check_echo(link)
+        client = await stack.enter_async_context(dialling())
+        circuits = [await client.dial(through(relay, second)), await second.dial(through(relay, first))]
+        (newcomer,) = await stack.enter_async_context(strangers(relay, ["127.0.0.2"]))
+        assert (await Intruder(newcomer).ask(relay, RESERVE)).status == pb.OK
+        for circuit in circuits:
+            assert not links[1].has_ended
+            await check_echo(circuit)
+            await check_echo(links[1])
+            await circuit.end("done")
+        await until(lambda: links[1].has_ended)
+        await check_echo(links[0])
+
+
+@in_trio
 async def test_the_addresses_of_one_group_have_a_share_of_the_reservations(monkeypatch: pytest.MonkeyPatch) -> None:
     """On loopback each address is a group. So these are named one here."""
     monkeypatch.setattr("llmnode.net.circuit_relay.groups_of", lambda connection: ("one", groups_of(connection)[1]))
