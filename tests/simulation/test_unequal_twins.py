@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 import trio
 
-from llmnode.core.peers.pass_loads import AT_FIRST
-from llmnode.core.policy import ClientPolicy, PassPolicy
+from llmnode.core.peers.pass_loads import AT_FIRST, Holder, Kind, pass_weight
+from llmnode.core.policy import ClientPolicy, PassPolicy, SpotCheckPolicy
+from llmnode.core.route import HopCost
 from llmnode.core.span import Span
 from llmnode.session import passes
 from llmnode.session.pass_routes import HOLDERS
 from llmnode.session.passes import SwarmPasses
 from llmnode.session.peer_records import PeerRecords
 from llmnode.testing import Conditions
+from llmnode.testing.network import peer_named
+from llmnode.wire.frame import FrameType
 from llmnode.wire.payload import Codec
 from simulation.passes import (
     PassTime,
@@ -31,7 +35,9 @@ from simulation.world import ALL_BLOCKS, simulated, world
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
+    from llmnode.core.ids import PeerId
     from llmnode.testing import World
+    from llmnode.wire.frame import Frame
 
 POSITIONS = 32
 """Those of each microbatch."""
@@ -42,6 +48,8 @@ LONGEST_PASS_S = 20.0
 POSITION_S = 1e-3
 """The time of a position in one block, at a server that is not slower than others."""
 PASS_S = POSITION_S * POSITIONS * len(ALL_BLOCKS)
+
+IMPATIENT = ClientPolicy(passes=PassPolicy(longest_s=LONGEST_PASS_S))
 
 
 class Twins:
@@ -105,14 +113,15 @@ class Done:
 
 
 @asynccontextmanager
-async def twins(monkeypatch: pytest.MonkeyPatch, *times: float, spans: Sequence[Span] = ()) -> AsyncIterator[Twins]:
+async def twins(
+    monkeypatch: pytest.MonkeyPatch, *times: float, spans: Sequence[Span] = (), policy: ClientPolicy = IMPATIENT
+) -> AsyncIterator[Twins]:
     """They have these spans, or all blocks."""
     monkeypatch.setattr(passes, "MOST_POSITIONS", POSITIONS)
     async with world(conditions=Conditions(delay_s=0.001)) as swarm:
         for number, each in enumerate(times):
             span = spans[number] if spans else ALL_BLOCKS
             await swarm.start(f"twin{number}", span, said_us=round(1e6 * POSITION_S * each))
-        policy = ClientPolicy(passes=PassPolicy(longest_s=LONGEST_PASS_S))
         async with swarm.client(policy) as (router, _):
             found = Twins(swarm, SwarmPasses(router.finder, Codec.RAW), monkeypatch)
             for number, each in enumerate(times):
@@ -171,9 +180,9 @@ async def test_a_twin_that_is_not_as_fast_as_it_says_gets_little(says: float, mo
 
 
 @asynccontextmanager
-async def silent(servers: Twins, number: int) -> AsyncIterator[None]:
-    """Servers that say that they are fast, take passes, and answer none within this context."""
-    nodes = [await servers.swarm.start(f"silent{each}", ALL_BLOCKS, said_us=1) for each in range(number)]
+async def silent(servers: Twins, number: int, says: int = 1) -> AsyncIterator[None]:
+    """Servers that say that a block takes `says` microseconds, take passes, and answer none within this context."""
+    nodes = [await servers.swarm.start(f"silent{each}", ALL_BLOCKS, said_us=says) for each in range(number)]
     for node in nodes:
         node.worker.gate = trio.Event()
     await trio.sleep(5)
@@ -209,6 +218,44 @@ async def test_silent_strangers_hold_up_the_first_batch_of_a_client_once(monkeyp
         assert servers.times["twin0"].spent_s > 0.99 * PASS_S * (MANY - AT_FIRST * 16)
         await trio.sleep(1.5 * LONGEST_PASS_S)
         assert not nursery.child_tasks
+
+
+@simulated
+async def test_an_answer_that_is_no_answer_shows_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with twins(monkeypatch, 1.0) as servers:
+        await servers.start("garbage", 0.001, says=0.001)
+        answers: list[Frame] = []
+
+        def cut(_peer: PeerId, frame: Frame) -> list[Frame]:
+            if frame.type is not FrameType.EVALUATED:
+                return [frame]
+            answers.append(replace(frame, payload=frame.payload[:-4]))
+            return answers[-1:]
+
+        servers.swarm.nodes["garbage"].network.tamper = cut
+        await servers.forward()
+        loads, now_s = servers.client._turns.routes.loads, trio.current_time()
+        assert answers
+        assert loads.kind(peer_named("twin0"), now_s) is Kind.MEASURED
+        assert loads.kind(peer_named("garbage"), now_s) is Kind.UNTRIED
+
+
+@simulated
+async def test_a_server_whose_answer_is_being_checked_counts_as_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    checks = ClientPolicy(spot_checks=SpotCheckPolicy(share=1.0))
+    async with (
+        twins(monkeypatch, 1.0, policy=checks) as servers,
+        silent(servers, 1, says=10**6),
+        trio.open_nursery() as nursery,
+    ):
+        nursery.start_soon(servers.forward, 1)
+        await trio.sleep(5 * PASS_S)
+        assert nursery.child_tasks, "the check waits for its second server"
+        loads = servers.client._turns.routes.loads
+        weight = pass_weight(POSITIONS, is_backward=False)
+        holder = Holder(peer_named("twin0"), ALL_BLOCKS, HopCost(0.0, POSITION_S), HopCost(0.0, POSITION_S))
+        assert loads.kind(holder.peer, trio.current_time()) is Kind.MEASURED
+        assert loads.costs([holder], weight, trio.current_time())[holder.peer].hop_s == 0.0
 
 
 @simulated

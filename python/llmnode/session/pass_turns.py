@@ -11,7 +11,7 @@ from collections import deque
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
 import trio
@@ -24,6 +24,7 @@ from llmnode.wire.refusal import memory_in_s
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
+    from llmnode.core.peers.pass_loads import PassLoad
     from llmnode.core.span import Span
     from llmnode.errors import PeerError
     from llmnode.session.pass_tries import PassTries
@@ -90,6 +91,14 @@ class _Queue:
             self.waiting.pop().is_woken.set()
 
 
+class Turn(NamedTuple):
+    """A pass through `blocks` is at a server now."""
+
+    blocks: Span
+    connection: PeerConnection
+    load: PassLoad
+
+
 class PassTurns:
     """A server that has no memory for some passes of ours beside each other gets fewer at a time, for a while."""
 
@@ -98,7 +107,7 @@ class PassTurns:
         self._queues: WeakKeyDictionary[PeerConnection, _Queue] = WeakKeyDictionary()
 
     @asynccontextmanager
-    async def turn(self, tries: PassTries, span: Span, weight: int) -> AsyncIterator[tuple[Span, PeerConnection]]:
+    async def turn(self, tries: PassTries, span: Span, weight: int) -> AsyncIterator[Turn]:
         """A context in which a server does a pass of this `weight` through the first blocks of `span`, or all of them.
 
         Raises as `PassTries.next_hop`.
@@ -114,7 +123,7 @@ class PassTurns:
                 if not await queue.turn(partial(tries.goes_elsewhere, load, span, weight)):
                     continue
                 load.began_s = trio.current_time()
-                yield blocks, connection
+                yield Turn(blocks, connection, load)
                 return
             finally:
                 self.routes.loads.take_back(load)
@@ -122,6 +131,10 @@ class PassTurns:
                     queue.give_back()
                     for each in [*self._queues.values()]:
                         each.look_again()
+
+    def answered(self, turn: Turn) -> None:
+        """The server has nothing to do for the pass any more. The turn goes on, for what the client does with it."""
+        self.routes.loads.take_back(turn.load)
 
     def has_fewer(self, connection: PeerConnection, error: PeerError) -> bool:
         """Whether the `error` of a pass only says that the server had no memory for it beside others of ours."""

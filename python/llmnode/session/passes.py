@@ -38,7 +38,7 @@ from llmnode.session.pass_answer import read_answer
 from llmnode.session.pass_batch import Batch, Crossed
 from llmnode.session.pass_checks import PassChecks
 from llmnode.session.pass_tries import PassTries
-from llmnode.session.pass_turns import PassTurns
+from llmnode.session.pass_turns import PassTurns, Turn
 from llmnode.wire.deep_prompts import are_sound, most_prompts
 from llmnode.wire.fields import MOST_SEQUENCES
 from llmnode.wire.frame import FrameType
@@ -217,10 +217,11 @@ class SwarmPasses:
         start, end = batch.span.start, batch.span.end
         while start < end:
             rest, weight = batch.first_of(Span(start, end)), pass_weight(batch.positions, is_backward=False)
-            async with self._turns.turn(tries, rest, weight) as (blocks, connection):
+            async with self._turns.turn(tries, rest, weight) as turn:
+                blocks, connection, _ = turn
                 began_s = trio.current_time()
                 try:
-                    answer = await self._checked(FrameType.EVALUATE, blocks, batch, [hidden], connection, tries)
+                    answer = await self._checked(FrameType.EVALUATE, blocks, batch, [hidden], turn, tries)
                 except PeerError as error:
                     if not self._turns.has_fewer(connection, error):
                         tries.failed(error.blame(connection.peer, blocks), trio.current_time() - began_s)
@@ -243,15 +244,16 @@ class SwarmPasses:
         while borders:
             span, hidden = borders.pop()
             weight = pass_weight(batch.positions, is_backward=True)
-            async with self._turns.turn(tries, span, weight) as (blocks, connection):
+            async with self._turns.turn(tries, span, weight) as turn:
+                blocks, connection, _ = turn
                 began_s = trio.current_time()
                 try:
                     if blocks != span:  # nobody holds all of these blocks any more
-                        answer = await self._checked(FrameType.EVALUATE, blocks, batch, [hidden], connection, tries)
+                        answer = await self._checked(FrameType.EVALUATE, blocks, batch, [hidden], turn, tries)
                         borders += [(blocks, hidden), (Span(blocks.end, span.end), answer.rows)]
                     else:
                         both = [hidden, gradient]
-                        answer = await self._checked(FrameType.BACKWARD, span, batch, both, connection, tries)
+                        answer = await self._checked(FrameType.BACKWARD, span, batch, both, turn, tries)
                         gradient, answers[span.start] = answer.rows, answer
                 except PeerError as error:
                     borders.append((span, hidden))
@@ -268,7 +270,7 @@ class SwarmPasses:
         blocks: Span,
         batch: Batch,
         numbers: Sequence[Buffer],
-        connection: PeerConnection,
+        turn: Turn,
         tries: PassTries,
     ) -> PassAnswer:
         """Have one server do a pass, and now and then another one too. Raises PeerError of the first one."""
@@ -277,15 +279,16 @@ class SwarmPasses:
         for scale in scales:
             ask, began_s = partial(self._ask, question, blocks, batch, numbers, scale), trio.current_time()
             try:
-                answer = await ask(connection)
+                answer = await ask(turn.connection)
                 break
             except PeerRefused as refusal:
                 if refusal.code != RefusalCode.OVERFLOW or scale is scales[-1]:
                     raise
         if not self.checks.is_due():
             return answer
+        self._turns.answered(turn)
         check = partial(self.checks.checked, is_gradient=is_gradient, unfit=tries.unfit)
-        return await check(answer, connection, blocks, trio.current_time() - began_s, ask)  # with the same scale
+        return await check(answer, turn.connection, blocks, trio.current_time() - began_s, ask)  # with the same scale
 
     async def _ask(
         self,
@@ -345,9 +348,11 @@ class SwarmPasses:
         began_s = trio.current_time()
         using = ask() if adapter is None else connection.adapters.using(adapter, blocks, timeout_s, ask)
         answer = await using
-        weight = pass_weight(positions, is_backward=not is_forward)
-        self._turns.routes.loads.note(connection.peer, weight * len(blocks), began_s, trio.current_time())
+        took_until_s = trio.current_time()
         try:
-            return scale.down(read_answer(answer, form, positions, by_block, answer_bytes))
+            found = scale.down(read_answer(answer, form, positions, by_block, answer_bytes))
         except PeerError as error:
             raise error.blame(connection.peer, blocks) from None
+        cost = pass_weight(positions, is_backward=not is_forward) * len(blocks)
+        self._turns.routes.loads.note(connection.peer, cost, began_s, took_until_s)
+        return found

@@ -73,6 +73,7 @@ class PassLoad:
     cost: int
     began_s: float | None = None
     """When it was sent; None while it waits for its turn."""
+    is_over: bool = False
 
 
 @dataclass(slots=True)
@@ -111,7 +112,10 @@ class PassLoads:
         return load
 
     def take_back(self, load: PassLoad) -> None:
-        """The pass is over, or goes to another peer."""
+        """The pass is over, or goes to another peer. This may be said again."""
+        if load.is_over:
+            return
+        load.is_over = True
         at = self._peers[load.peer]
         at.loads.remove(load)
         if not at.loads and not at.took:
