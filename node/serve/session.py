@@ -225,7 +225,7 @@ class ServerSession:
             action = await self._fork(frame) if frame.type is FrameType.FORK else self.stage.receive(frame)
         except WorkerLost as error:
             return await self._send(refusal_of(frame, RefusalCode.COMPUTE_FAILED, str(error)))
-        if not isinstance(action, WORK):
+        if not (isinstance(action, WORK) or self._holds_push(frame)):
             await self._wait_turn(frame, action.frame.size_bytes if isinstance(action, Repeat) else 0)
         while not isinstance(action, Wait):
             try:
@@ -408,12 +408,17 @@ class ServerSession:
             with suppress(PeerRefused):
                 await self.served.conduct.wait_turn(link, Frame(frame.type, frame.session), answer_bytes)
 
+    def _holds_push(self, frame: Frame) -> bool:
+        """Whether the frame was pushed and waits in the stage. It is computed later, which gives the client turns."""
+        return any(each is frame for each in self.stage.held) and self.inbox.pushes.has_pushed(frame)
+
     async def _note_malformed(self, frame: Frame) -> None:
         """It costs the client's link, unless another peer has pushed it."""
         if self.link is not None and not self.inbox.pushes.has_pushed(frame):
             await self.served.conduct.note_malformed(self.link)
 
     async def _refuse_step(self, frame: Frame, code: str, reason: str, retry_after_s: float | None = None) -> None:
-        await self._wait_turn(frame)
+        with trio.move_on_after(self.served.policy.refusal_patience_s):  # the client waits to hear of it
+            await self._wait_turn(frame)
         self.stage.failed()
         await self._send(refusal_of(frame, code, reason, retry_after_s))

@@ -15,7 +15,7 @@ from llmnode.swarm.peer_connection import open_connection
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.messages import Refusal, RefusalCode, Replay, pack, unpack
 from llmnode.wire.push_messages import PushLimit
-from simulation.pushes import answers, neighbours, open_frame
+from simulation.pushes import answers, neighbours, open_frame, sessions_of
 from simulation.world import ROW, pairs_of_servers, simulated
 
 if TYPE_CHECKING:
@@ -108,3 +108,41 @@ async def test_malformed_steps_of_another_peer_do_not_cost_the_client_s_link() -
         await link.send(replace(FIRST, step=Step(1), start=1))
         (answer,) = await answers(link, 1)
         assert answer.type is FrameType.RESULT and not link._error
+
+
+@simulated
+async def test_pushed_steps_that_wait_for_their_turn_cost_their_peer_nothing() -> None:
+    """They are computed later, and that gives turns back to the client alone."""
+    async with pairs_of_servers() as swarm:
+        node = swarm.nodes["1a"]
+        link = await opened(swarm, "client", "1a")
+        pushing = await swarm.internet.network("pusher", "7.7.7.7").dial(node.network.addresses[0])
+        await pushing.send(Frame(FrameType.WANT, NAME, step=Step(5), meta=pack(PushLimit(0))))
+        await link.send(neighbours(NAME, 2, sender="pusher"))
+        await answers(link, 1)
+        turns, (served,) = node.server.conduct._requests._rate._own, sessions_of(node)
+        left = turns._tokens("7.7.7.0/24", trio.current_time())
+        for number in (2, 3, 4):
+            await pushing.send(replace(FIRST, step=Step(number), start=number))
+        await trio.sleep(0.1)
+        assert len(served.stage.held) == 3
+        assert turns._tokens("7.7.7.0/24", trio.current_time()) >= left
+        await link.send(replace(FIRST, step=Step(1), start=1))
+        assert {each.type for each in await answers(link, 4)} == {FrameType.RESULT}
+        assert turns._tokens("7.7.7.0/24", trio.current_time()) >= left
+
+
+@simulated
+async def test_a_step_is_refused_though_no_turn_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never(*_: object) -> None:
+        await trio.sleep_forever()
+
+    async with pairs_of_servers() as swarm:
+        link = await opened(swarm)
+        monkeypatch.setattr(swarm.nodes["0a"].server.conduct, "wait_turn", never)
+        asked_s = trio.current_time()
+        await link.send(MALFORMED["numbers that are not finite"])
+        with trio.fail_after(60):
+            (answer,) = await answers(link, 1)
+        assert answer.type is FrameType.REFUSAL
+        assert trio.current_time() - asked_s < POLICY.refusal_patience_s + 1

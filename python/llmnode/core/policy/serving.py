@@ -193,6 +193,8 @@ class ServePolicy:
     """A step of a client waits this long for memory (`BudgetPolicy`). Meanwhile no other frame is read from its link.
     It is less than the client waits for an answer (`ClientPolicy.step_patience_s`), and than its link waits for ours to
     read (`LinkPolicy.write_timeout_s`). Pushes wait for nothing."""
+    refusal_patience_s: float = 4.0
+    """The refusal of a step waits this long for a turn of the client's address group."""
     longest_work_wait_s: float = 40.0
     """A step that is to be computed waits for memory for as long as other steps end, each within `memory_patience_s`
     of the one before, and for this long at most: its client waits for the answer for `ClientPolicy.step_timeout_s`."""
