@@ -14,7 +14,6 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from llmnode.core.placement.joining import choose_span
-from llmnode.core.placement.plan import place_newcomer
 from llmnode.core.placement.policy import PlanPolicy, RebalancePolicy
 from llmnode.core.placement.rebalancing import Rebalancer
 from llmnode.core.placement.servers import PlacedServer, block_speeds
@@ -135,7 +134,7 @@ class _Swarm:
     def __init__(
         self, rule: Rule, seed: int, conditions: SwarmConditions, policy: RebalancePolicy, plan_policy: PlanPolicy
     ) -> None:
-        self._rule, self._conditions, self._policy, self._plan_policy = rule, conditions, policy, plan_policy
+        self._rule, self._conditions, self._policy = rule, conditions, policy
         self._rng = random.Random(seed)
         self._events: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
         self._number = count()
@@ -250,8 +249,6 @@ class _Swarm:
         if self._rule is Rule.RANDOM:
             start = self._rng.randrange(blocks - length + 1)
             return Span(start, start + length)
-        if self._rule is Rule.PLAN:
-            return place_newcomer(blocks, view.servers(), host.speeds, self._plan_policy)
         return choose_span(length, block_speeds(blocks, view.servers()))
 
     def _rebalancer(self, peer: PeerId, view: SharedView) -> Rebalancer:
