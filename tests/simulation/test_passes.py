@@ -128,6 +128,17 @@ async def test_they_are_right_to_the_bit_whatever_fails(seed: int, monkeypatch: 
 
 
 @simulated
+async def test_a_lossy_codec_is_refused_where_training_is_to_be_repeatable() -> None:
+    async with pairs_of_servers() as swarm, swarm.client() as (router, _):
+        client, hidden = SwarmPasses(router.finder, Codec.FP16), drawn(1, 3)
+        with pytest.raises(ConfigError, match="choose the codec raw"):
+            await client.outputs(ALL_BLOCKS, [3], hidden, deterministic=True)
+        await client.outputs(ALL_BLOCKS, [3], hidden)
+        exact = SwarmPasses(router.finder, Codec.RAW)
+        assert (await exact.outputs(ALL_BLOCKS, [3], hidden, deterministic=True))[0] == expected_output(hidden, [3])
+
+
+@simulated
 async def test_a_backward_runs_on_another_server_than_its_forward_even_on_two() -> None:
     async with world() as swarm:
         await swarm.start("whole", ALL_BLOCKS)

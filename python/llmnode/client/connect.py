@@ -28,6 +28,7 @@ from llmnode.net.addresses import parse_peer
 from llmnode.net.invite import Invite
 from llmnode.net.swarm_key import entry
 from llmnode.session.found_precision import find_router
+from llmnode.session.pass_batch import check_repeatable
 from llmnode.session.peer_finder import PeerFinder
 from llmnode.session.relay_gate import check_choice
 from llmnode.session.router import Router
@@ -252,8 +253,8 @@ async def aconnect(
     Give `trio.run` the option `restrict_keyboard_interrupt_to_checkpoints=True`: without it, Ctrl-C may leave a program
     that never ends.
 
-    Raises ConfigError (an address, a name, an invite and a key), AdapterError, PeerError (no peer can be reached) or
-    NoRoute (blocks that nobody holds).
+    Raises ConfigError (an address, a name, an invite, a key, a lossy codec that is to be deterministic), AdapterError,
+    PeerError (no peer can be reached) or NoRoute (blocks that nobody holds).
     Example:
 
     ```python
@@ -266,6 +267,7 @@ async def aconnect(
     policy = policy or ClientPolicy()
     if codec not in list(Codec):
         raise ConfigError(f"there is no codec {codec!r}: choose one of {', '.join(Codec)}")
+    check_repeatable(Codec(codec), deterministic=policy.deterministic)
     wish = wish_named(dtype) if isinstance(dtype, str) else dtype
     if not 0 <= policy.spot_checks.share <= 1:
         raise ConfigError(f"spot_check={policy.spot_checks.share:g}: give a share from 0 to 1")

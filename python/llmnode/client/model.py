@@ -55,9 +55,10 @@ def connect(  # noqa: PLR0913  # each is an option that users know, and all but 
     training goes on without the cheat. `relayed_prefill` is for long prompts to servers that are reached through a
     relay: "wait" some seconds for a direct way and then use the relay, "allow" that at once, or "refuse" it with
     ConfigError. With `deterministic`, or after `torch.use_deterministic_algorithms(True)`, training gives the same bits
-    each time, also if servers die in it, if the servers' processors, threads and versions are alike. It is slower, and
-    older servers refuse it. `report` is told in a line what takes long, as a download does. The model is a context
-    manager; or call `close()` when done. Raises ConfigError, AdapterError, PeerError or NoRoute.
+    each time, also if servers die in it, if the servers' processors, threads and versions are alike. It is slower,
+    older servers refuse it, and the codec has to be "raw". `report` is told in a line what takes long, as a download
+    does. The model is a context manager; or call `close()` when done. Raises ConfigError, AdapterError, PeerError or
+    NoRoute.
     """
     policy = ClientPolicy(
         spot_checks=SpotCheckPolicy(spot_check),

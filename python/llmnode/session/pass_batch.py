@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 from llmnode.core.model import FP32_BYTES
 from llmnode.core.operations import NO_DROPOUT, NO_PROMPTS, DeepPrompts, Dropout
 from llmnode.core.span import Span
+from llmnode.errors import ConfigError
 from llmnode.wire import deep_prompts
 from llmnode.wire.deep_prompts import prompts_extension
 from llmnode.wire.dropout import dropout_extension
 from llmnode.wire.pass_messages import ALONE
+from llmnode.wire.payload import Codec
 
 if TYPE_CHECKING:
     from llmnode.core.operations import Buffer
@@ -82,3 +84,15 @@ class Crossed:
     @property
     def lengths(self) -> tuple[int, ...]:
         return self.batch.lengths
+
+
+def check_repeatable(codec: Codec, *, deterministic: bool) -> None:
+    """Raise ConfigError if training is to be `deterministic` in a lossy codec.
+
+    Each hop rounds hidden states once, and routes depend on the time that servers take.
+    """
+    if deterministic and codec is not Codec.RAW:
+        raise ConfigError(
+            f"training is not repeatable in the codec {codec}, since each server on the way rounds: "
+            "choose the codec raw, or do not ask for deterministic training (deterministic=True, or torch's own switch)"
+        )

@@ -35,7 +35,7 @@ from llmnode.session.adapter_ahead import bring_ahead
 from llmnode.session.gradient_scale import UNSCALED, scales_of
 from llmnode.session.overflow import Given, not_sent
 from llmnode.session.pass_answer import read_answer
-from llmnode.session.pass_batch import Batch, Crossed
+from llmnode.session.pass_batch import Batch, Crossed, check_repeatable
 from llmnode.session.pass_checks import PassChecks
 from llmnode.session.pass_tries import PassTries
 from llmnode.session.pass_turns import PassTurns, Turn
@@ -112,11 +112,14 @@ class SwarmPasses:
         here or by the client's policy, the bits of outputs and gradients do not depend on the servers' speed, on what
         else they compute, nor on which of several alike computes. `gradients` needs the second result.
 
-        Raises ConfigError for what no server can take, NumericOverflow if numbers overflow in the blocks, NoRoute if
-        nobody holds some of the blocks, and SessionLost if peers failed for too long.
+        Raises ConfigError for what no server can take, or what is not repeatable in a lossy codec, NumericOverflow if
+        numbers overflow in the blocks, NoRoute if nobody holds some of the blocks, and SessionLost if peers failed for
+        too long.
         """
         if adapter is not None and self.model.adapter is not None:
             raise ConfigError("blocks compute one adapter: this client names another one that servers hold")
+        alone = deterministic or self._finder.policy.deterministic
+        check_repeatable(self._form.codec, deterministic=alone)
         row_bytes = self.model.row_bytes
         if (longest := max(lengths)) * row_bytes > LONGEST_BYTES:
             raise ConfigError(f"{longest} positions in a row: a pass has at most {LONGEST_BYTES // row_bytes}")
@@ -128,7 +131,7 @@ class SwarmPasses:
         found: list[tuple[Buffer, Crossed] | None] = [None] * len(groups)
 
         async def cross(number: int, first: int) -> None:
-            end, alone = first + len(groups[number]), deterministic or self._finder.policy.deterministic
+            end = first + len(groups[number])
             own = prompts.of_sequences(first, end), first if prompts.rows > 1 else 0
             batch = Batch(span, groups[number], adapter, *own, alone, dropout.of_sequences(first, end))
             borders, output = await self._cross(batch, parts[number])
