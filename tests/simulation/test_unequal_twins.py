@@ -292,3 +292,21 @@ async def test_all_servers_are_looked_through_once_for_many_microbatches(monkeyp
         monkeypatch.setattr(PeerRecords, "costs_and_doubts", count)
         await there_and_back(servers.client, 1, [POSITIONS] * BATCHES)
         assert 0 < len(looks) <= 2, "for passes, and for those that would take over"
+
+
+@simulated
+async def test_the_best_servers_of_a_block_may_all_be_unfit_for_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others are looked for once, and not for each microbatch."""
+    async with twins(monkeypatch, *[0.1] * HOLDERS, 1.0) as servers:
+        routes, weight = servers.client._turns.routes, pass_weight(POSITIONS, is_backward=False)
+        unfit = {peer_named(f"twin{number}") for number in range(HOLDERS)}
+        finds: list[Span] = []
+        find = routes.finder.find
+        monkeypatch.setattr(
+            routes.finder, "find", lambda span, *more, **by: finds.append(span) or find(span, *more, **by)
+        )
+        for _ in range(5):
+            route, _, load = await routes.find(ALL_BLOCKS, unfit, weight)
+            assert [hop.peer for hop in route] == [peer_named(f"twin{HOLDERS}")]
+            routes.loads.take_back(load)
+        assert not finds

@@ -19,7 +19,7 @@ from llmnode.core.peers.standing import new_tuple
 from llmnode.core.route import NoRoute, find_detour
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Mapping, Set
 
     from llmnode.core.announcement import Announcement
     from llmnode.core.ids import PeerId
@@ -43,6 +43,7 @@ class PassRoutes:
         self._kept: dict[PeerId, tuple[Announcement, Holder]] = {}
         self._until_s = -math.inf
         self._has_looked = False
+        self._left_out: Set[PeerId] = frozenset()
 
     async def find(
         self, span: Span, avoid: Collection[PeerId], weight: int, *, hurry: bool = False
@@ -84,8 +85,19 @@ class PassRoutes:
         now_s = trio.current_time()
         if now_s >= self._until_s:
             self._look(weight, now_s)
-        records, view = self.finder.records, self.finder.swarm.view
+        records = self.finder.records
         unfit = {*avoid, *records.bans.banned(now_s), *records.suspicion.excluded(now_s)}
+        with suppress(NoRoute):
+            return self._among_kept(span, unfit, weight, without)
+        if not unfit <= self._left_out:  # others may have the blocks, and were not kept
+            self._look(weight, now_s, unfit | self._left_out)
+            with suppress(NoRoute):
+                return self._among_kept(span, unfit, weight, without)
+        return None
+
+    def _among_kept(self, span: Span, unfit: Collection[PeerId], weight: int, without: PassLoad | None) -> Route:
+        """Raises NoRoute."""
+        view, now_s = self.finder.swarm.view, trio.current_time()
         holders = [
             holder
             for peer, (announcement, holder) in self._kept.items()
@@ -93,16 +105,15 @@ class PassRoutes:
         ]
         self.finder.rng.shuffle(holders)  # of equal ones, each is taken now and then
         costs = self.loads.costs(holders, weight, now_s, without)
-        with suppress(NoRoute):
-            return find_detour(span, [(each.peer, each.span) for each in holders], costs)
-        return None
+        return find_detour(span, [(each.peer, each.span) for each in holders], costs)
 
-    def _look(self, weight: int, now_s: float) -> None:
-        """Keep the best servers of each block, whatever the client has there now.
+    def _look(self, weight: int, now_s: float, left_out: Set[PeerId] = frozenset()) -> None:
+        """Keep the best servers of each block that are not `left_out`, whatever the client has there now.
 
         Those that have answered passes have places of their own: any number of strangers may say that they are fast.
         """
-        usable = self.finder.good()
+        usable = [each for each in self.finder.good() if each.peer not in left_out]
+        self._left_out = left_out
         undoubted, costs = self.finder.records.costs_and_doubts(usable, needs_kv=False)
         holders = [
             new_tuple(Holder, (each.peer, each.offer.span, costs[each.peer], undoubted[each.peer])) for each in usable
