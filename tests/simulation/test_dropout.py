@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from llmnode.core.ids import PeerId
 from llmnode.core.policy import ClientPolicy, RecoveryPolicy, SpotCheckPolicy
 from llmnode.errors import SessionLost
 from llmnode.session.passes import SwarmPasses
@@ -22,7 +23,6 @@ from simulation.world import ALL_BLOCKS, pairs_of_servers, simulated, world
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from llmnode.core.ids import PeerId
     from llmnode.wire.frame import Frame
 
 SEEDS = [2, 3, 6, 7]
@@ -90,6 +90,29 @@ async def test_a_server_of_before_dropout_is_asked_once_and_computes_the_rest() 
         for seed in (4, 5, 8, 9):
             await there_and_back(client, seed, LENGTHS, adapter)
         assert sum(swarm.nodes[f"{index}a"].worker.executor.forwards for index in range(3)) > before
+
+
+@simulated
+async def test_no_adapter_goes_ahead_to_a_server_that_knows_no_dropout() -> None:
+    async with pairs_of_servers() as swarm, swarm.client() as (router, _):
+        client, brought, rng = SwarmPasses(router.finder, Codec.RAW), list[PeerId](), random.Random(3)
+        for _ in range(4):
+            await client.outputs(ALL_BLOCKS, LENGTHS, exact_input(rng, sum(LENGTHS)))
+        old = {swarm.nodes[f"{index}a"].peer for index in range(3)}
+        for connection in router.finder.pool.living():
+            connection.knows_dropout = connection.peer not in old
+
+        def note(peer: PeerId, frame: Frame) -> list[Frame]:
+            if frame.type is FrameType.ADAPTER:
+                brought.append(peer)
+            return [frame]
+
+        router.finder.pool.network.tamper = note  # type: ignore[attr-defined]
+        for _ in range(4):
+            given = [3, 1], exact_input(rng, 4), drawn_adapter(rng)
+            await client.outputs(ALL_BLOCKS, *given, dropout=drawn_dropout(rng, 2))
+        assert brought
+        assert not old & {*brought}
 
 
 @simulated

@@ -142,7 +142,9 @@ class SwarmPasses:
             async with trio.open_nursery() as beside:
                 if adapter is not None:
                     weight = pass_weight(max(map(sum, groups)), is_backward=False)
-                    beside.start_soon(bring_ahead, self._turns.routes, adapter, span, weight)
+                    given = Given(adapter, prompts, [], self._form.codec)
+                    unfit = PassTries(self._turns.routes, given, has_dropout=bool(dropout)).unfit
+                    beside.start_soon(bring_ahead, self._turns.routes, adapter, span, weight, unfit)
                 await self._all([partial(cross, number, firsts[number]) for number in range(len(groups))])
                 beside.cancel_scope.cancel()
         done = [each for each in found if each is not None]
