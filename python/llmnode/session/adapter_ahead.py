@@ -23,7 +23,9 @@ SERVERS_AT_ONCE = 4
 """With an uplink of 1 Mbit/s each link then has twice `LinkPolicy.pace_bytes_per_s`, nearly. With eight it has less."""
 
 
-async def bring_ahead(routes: PassRoutes, adapter: Adapter, span: Span, weight: int, unfit: Collection[PeerId]) -> None:
+async def bring_ahead(
+    routes: PassRoutes, adapter: Adapter, span: Span, weight: int, unfit: Collection[PeerId] = ()
+) -> None:
     """Have the servers of the best route through `span` hold `adapter`, all but the first: a pass is there by now.
 
     It goes to a few of them at once, in the order of the route, and to none that is `unfit` for the pass. A failure
