@@ -9,7 +9,7 @@ import pytest
 
 from llmnode.core.ids import PeerId
 from llmnode.core.policy import ClientPolicy, RecoveryPolicy, SpotCheckPolicy
-from llmnode.errors import SessionLost
+from llmnode.errors import NoRoute, SessionLost
 from llmnode.session.passes import SwarmPasses
 from llmnode.testing.exact_blocks import exact_input
 from llmnode.wire.frame import FrameType
@@ -125,5 +125,7 @@ async def test_with_servers_of_before_dropout_alone_the_client_is_told(monkeypat
             rng = random.Random(4)
             given = [1], exact_input(rng, 1), drawn_adapter(rng)
             with pytest.raises(SessionLost, match="'dropout', which is required"):
+                await SwarmPasses(router.finder, Codec.RAW).outputs(ALL_BLOCKS, *given, dropout=drawn_dropout(rng, 1))
+            with pytest.raises(NoRoute, match=r"too old for adapters and lora_dropout .* with lora_dropout=0"):
                 await SwarmPasses(router.finder, Codec.RAW).outputs(ALL_BLOCKS, *given, dropout=drawn_dropout(rng, 1))
         assert not node.worker.executor.forwards

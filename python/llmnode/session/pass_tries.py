@@ -99,6 +99,18 @@ class PassTries:
         lacks_dropout = self._has_dropout and not connection.knows_dropout
         return lacks_adapters or lacks_dropout or (bool(self._given.prompts) and not connection.knows_prompts)
 
+    def _explained(self, absence: NoRoute) -> NoRoute:
+        """The same, with what the pass needs if servers that are connected do not know it."""
+        too_old = sum(map(self._is_too_old, self._finder.pool.living()))
+        if not too_old:
+            return absence
+        given, has_dropout = self._given, self._has_dropout
+        needed = ("deep prompts", given.prompts), ("adapters", given.adapter), ("lora_dropout", has_dropout)
+        needs = " and ".join(name for name, is_needed in needed if is_needed)
+        instead = ", or train with lora_dropout=0" if has_dropout else ""
+        hint = f"{too_old} of the servers are too old for {needs} in passes: update llmnode there{instead}"
+        return NoRoute(absence.missing, hint=hint)
+
     def _begin_deadline(self) -> None:
         latest_s = trio.current_time() + self._policy.recovery.timeout_s
         self._failures.deadline_s = min(self._failures.deadline_s, latest_s)
@@ -106,7 +118,7 @@ class PassTries:
     async def _wait_changed(self, absence: NoRoute) -> None:
         """Those that have failed may be back in a moment, or others."""
         if trio.current_time() >= self._failures.deadline_s:
-            raise SessionLost(self._failures.causes) if self._failures.causes else absence
+            raise SessionLost(self._failures.causes) if self._failures.causes else self._explained(absence)
         with trio.move_on_after(max(self._policy.route.retry_s, self._failures.retry_in_s)):
             await self._finder.wait_changed()
         self._failures.ask_all_again()
