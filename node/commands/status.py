@@ -108,10 +108,12 @@ async def _watch(to: Invite, every_s: float, as_lines: bool) -> None:
 
 def _drawn_by(console: Console, live: Live | None) -> Callable[[Look, Look | None], None]:
     """Draws each look in the place of the one before, or, where stdout is no terminal, below it."""
-    from rich.console import Group
+    from rich.table import Table
 
     def draw(look: Look, before: Look | None) -> None:
-        picture = Group(*_now(look, before, max(LEAST_BAR, console.width - BESIDE_BAR)))
+        picture = Table.grid()
+        for each in _now(look, before, max(LEAST_BAR, console.width - BESIDE_BAR)):
+            picture.add_row(each)
         if live is None:
             console.print(picture)
         else:

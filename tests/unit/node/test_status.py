@@ -11,10 +11,12 @@ from rich.console import Console
 from llmnode.core.announcement import Announcement, Offer, PeerState
 from llmnode.core.ids import PeerId
 from llmnode.core.model import Precision, Profile
+from llmnode.core.peers.clocks import judge_clocks
 from llmnode.core.server_figures import ServerFigures
 from llmnode.core.span import Span
+from llmnode.node.asking import Look
 from llmnode.node.cli import main
-from llmnode.node.commands.status import _show
+from llmnode.node.commands.status import _drawn_by, _show
 from llmnode.node.commands.status_tables import BESIDE_BAR, LEAST_BAR, figures_table, status_table, watch_table
 from llmnode.node.status import ModelStatus, ServerReport, as_json, figures_line
 from llmnode.wire.messages import Description
@@ -181,6 +183,20 @@ def test_the_table_of_what_servers_do_now_is_not_cut_short(columns: int) -> None
         ["T5CStntB", "[15,", "30)", "→", "[12,", "27)", "-", "12.3", "-", "32768", "-", "none", "1"],
         ["nobody", "[12,", "15)"],
     ]
+
+
+def test_each_look_is_drawn_whole_where_stdout_is_no_terminal() -> None:
+    first, then = (looked_at(float(at_s), dict.fromkeys("ABC", 10 * at_s), *SPANS) for at_s in (1, 2))
+    console = Console(width=80, file=(out := io.StringIO()), color_system=None)
+    draw, clocks = _drawn_by(console, None), judge_clocks({}, 1.0)
+    draw(Look([first], clocks, 0), None)
+    draw(Look([then], clocks, 0), Look([first], clocks, 0))
+    draw(Look([], clocks, 2), Look([then], clocks, 0))
+    lines = [" ".join(line.split()) for line in out.getvalue().splitlines()]
+    assert lines.count("every block is served") == 2
+    assert lines.count("20.0 tokens/s through all blocks, prompts among them") == 1
+    assert "nobody serves anything: start with `llmnode serve`" in lines
+    assert any(line.startswith("2 announcements cannot be read here") for line in lines)
 
 
 @pytest.mark.parametrize(
