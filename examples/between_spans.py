@@ -9,6 +9,7 @@ curve.
 """
 
 import argparse
+import math
 import random
 
 import torch
@@ -68,9 +69,9 @@ class Statements:
 
 
 def curve(losses: list[float]) -> str:
-    """One character for each loss: the highest one stands for the largest loss."""
-    most = max(losses)
-    return "".join(CURVE[int(loss / most * (len(CURVE) - 1))] for loss in losses)
+    """One character for each loss: the highest one stands for the largest loss, and "x" for one that is not finite."""
+    most = max((loss for loss in losses if math.isfinite(loss)), default=0.0) or 1.0
+    return "".join(CURVE[int(loss / most * (len(CURVE) - 1))] if math.isfinite(loss) else "x" for loss in losses)
 
 
 def main() -> None:

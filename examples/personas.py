@@ -9,6 +9,7 @@ curve. No thing of a held-out question is in a question that was learned. PEFT l
 """
 
 import argparse
+import math
 import random
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -100,9 +101,9 @@ class Persona:
 
 
 def curve(losses: list[float]) -> str:
-    """One character for each loss: the highest one stands for the largest loss."""
-    most = max(losses)
-    return "".join(CURVE[int(loss / most * (len(CURVE) - 1))] for loss in losses)
+    """One character for each loss: the highest one stands for the largest loss, and "x" for one that is not finite."""
+    most = max((loss for loss in losses if math.isfinite(loss)), default=0.0) or 1.0
+    return "".join(CURVE[int(loss / most * (len(CURVE) - 1))] if math.isfinite(loss) else "x" for loss in losses)
 
 
 def learn_together(personas: list[Persona], steps: int, batch: int) -> None:
