@@ -265,13 +265,7 @@ async def aconnect(
     ```
     """
     policy = policy or ClientPolicy()
-    if codec not in list(Codec):
-        raise ConfigError(f"there is no codec {codec!r}: choose one of {', '.join(Codec)}")
-    check_repeatable(Codec(codec), deterministic=policy.deterministic)
-    wish = wish_named(dtype) if isinstance(dtype, str) else dtype
-    if not 0 <= policy.spot_checks.share <= 1:
-        raise ConfigError(f"spot_check={policy.spot_checks.share:g}: give a share from 0 to 1")
-    check_choice(policy.relayed.prefill, "relayed_prefill")
+    wish = check_options(codec, dtype, policy)
     way_in = entry(() if peers is None else peers, swarm_key)
     if peers is None:
         way_in = await with_nearby(way_in)
@@ -335,6 +329,20 @@ async def aresume(
         with single_error():
             async with router.resume_session(saved) as session:
                 yield ResumedSession(Client(parts, router, saved.codec, policy), session, saved.token_ids)
+
+
+def check_options(codec: str, dtype: str | PrecisionWish, policy: ClientPolicy) -> PrecisionWish:
+    """The precision that is wished for. Raises ConfigError for an option of `aconnect` that no connection can have.
+
+    Nothing has to be loaded or reached to tell.
+    """
+    if codec not in list(Codec):
+        raise ConfigError(f"there is no codec {codec!r}: choose one of {', '.join(Codec)}")
+    check_repeatable(Codec(codec), deterministic=policy.deterministic)
+    if not 0 <= policy.spot_checks.share <= 1:
+        raise ConfigError(f"spot_check={policy.spot_checks.share:g}: give a share from 0 to 1")
+    check_choice(policy.relayed.prefill, "relayed_prefill")
+    return wish_named(dtype) if isinstance(dtype, str) else dtype
 
 
 async def with_nearby(found: Invite) -> Invite:

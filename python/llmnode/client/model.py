@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from llmnode.client.cache import SessionCache
 from llmnode.client.causal_lm import DistributedModelForCausalLM
-from llmnode.client.connect import aconnect, aresume, check_way_in, load_parts, with_nearby
+from llmnode.client.connect import aconnect, aresume, check_options, check_way_in, load_parts, with_nearby
 from llmnode.client.distributed import Connection
 from llmnode.client.portal import open_portal
 from llmnode.core.model import AUTO
@@ -65,6 +65,7 @@ def connect(  # noqa: PLR0913  # each is an option that users know, and all but 
         relayed=RelayedPolicy(prefill=relayed_prefill),
         deterministic=deterministic,
     )
+    check_options(codec, dtype, policy)  # before the seconds that a search in the local network takes
     name, way_in = model_and_way_in(name, () if peers is None else peers, swarm_key)
     if peers is None:
         with open_portal() as portal:
@@ -93,7 +94,8 @@ def open_as(
     report: Callable[[str], None] = lambda _line: None,
 ) -> Model:
     """Connect as `connect` does, with any `policy`, to a model of a class of ours. Raises as `connect` does."""
-    check_way_in(way_in)  # before the seconds that loading takes
+    check_options(codec, dtype, policy)  # before the seconds that loading takes
+    check_way_in(way_in)
     folder = open_model(name, report)
     parts = load_parts(folder)
     adapter = adapter and downloaded(adapter, report)
