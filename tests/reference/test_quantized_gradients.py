@@ -70,13 +70,14 @@ MOST = {
     "fp16": (0.01, 0.02, 0.03),
     "int8": (0.07, 0.15, 0.25),
     "int8, inputs rounded alike": (5e-6, 1e-5, 1e-5),
+    "int8, a number rounded to the other side": (0.02, 0.02, 0.02),
     "nf4": (5e-6, 1e-5, 1e-5),
     "nf4 in bf16": (0.05, 0.1, 0.15),
 }
 """The most norm-relative error of a sequence's scores and gradient, and of the gradient of a matrix of an adapter.
 
 Weights are rounded alike, so in fp32 only the order of sums differs. In bf16 servers round each product, and in int8
-the inputs of each layer.
+the inputs of each layer. An input between two numbers of int8 may be rounded to either: which one depends on the CPU.
 """
 
 
@@ -98,7 +99,10 @@ def test_gradients_are_those_of_the_model_with_the_rounded_weights(case: str, he
     if held == "int8":
         for each in linears:
             each.register_forward_pre_hook(_round_inputs)
-        _check(ours, learn_whole(model, found, batch), MOST["int8, inputs rounded alike"])
+        theirs, most = learn_whole(model, found, batch), MOST["int8, inputs rounded alike"]
+        off = sorted(error(a, b) for a, b in zip(ours.scores, theirs.scores, strict=True))
+        assert off[len(off) // 2] < most[0], "most sequences have no number that is rounded to the other side"
+        _check(ours, theirs, most if off[-1] < most[0] else MOST["int8, a number rounded to the other side"])
 
 
 @pytest.mark.parametrize("times", [1e-9, 1e6])
