@@ -1,8 +1,7 @@
 """The powers of two by which gradients are scaled while they cross the wire in a lossy codec.
 
-The gradients of a mean over thousands of positions lie near 1e-8. In fp16 most of them would be zero. A backward is
-linear in the gradient: the client sends it scaled to a size that the codec carries well, and divides the answer. In
-fp32 a power of two changes no bit of the result, and servers know nothing of it. With raw nothing is scaled.
+`core/gradient_size.py` has the reason. The client sends a gradient scaled, and divides the answer. Servers know nothing
+of it. With raw nothing is scaled.
 
 The answer may be larger than the gradient was. If it overflows at the server, the client asks with a smaller scale.
 """
@@ -10,11 +9,11 @@ The answer may be larger than the gradient was. If it overflows at the server, t
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import frexp
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from llmnode.core.gradient_size import exponent_for
 from llmnode.errors import PeerRefused
 from llmnode.wire.messages import RefusalCode
 from llmnode.wire.payload import Codec
@@ -25,18 +24,9 @@ if TYPE_CHECKING:
     from llmnode.core.operations import Buffer
     from llmnode.session.pass_answer import PassAnswer
 
-_LARGEST_EXPONENT = -1
-"""The largest number of a gradient is sent as 1/4 to 1/2. In fp16 numbers 2^22 times smaller are not zero, and an
-answer 130,000 times larger does not overflow.
-
-Through all blocks of SmolLM2 at one server, the largest number of the gradient of a loss becomes 400 to 900 times
-larger, and that of noise 3,000 to 11,000 times. With the largest number sent as 2^-7 to 8, the errors were the same.
-"""
 _STEP = 6
 """The second scale is 2^6 times smaller: an answer eight million times larger does not overflow. fp16 then rounds to
 2^-16 of the largest number. Smaller scales would cost what spot checks can tell apart."""
-_MOST_EXPONENT = 126
-"""2^126 and its inverse are normal numbers of fp32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +58,7 @@ def scales_of(gradient: Buffer, codec: Codec) -> Sequence[GradientScale]:
     values = np.frombuffer(gradient, "<f4")
     if codec is Codec.RAW or not (largest := max(values.max(), -values.min())):
         return [UNSCALED]
-    exponent = _LARGEST_EXPONENT - frexp(largest)[1]
-    return [GradientScale(max(-_MOST_EXPONENT, min(each, _MOST_EXPONENT))) for each in (exponent, exponent - _STEP)]
+    return [GradientScale(exponent_for(float(largest), less)) for less in (0, _STEP)]
 
 
 def _times(values: np.ndarray, exponent: int) -> np.ndarray:
