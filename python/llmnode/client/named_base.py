@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmnode.core.hub_names import ADAPTER_TAG, REVISION_TAG, split_hub_name
-from llmnode.core.identity import commit_of
+from llmnode.core.identity import commit_of, is_commit
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -39,11 +39,13 @@ def _of_weights(base: ModelInfo) -> list[str]:
 def name_base(configs: Iterable[Any], base: ModelInfo) -> None:  # Any: of PEFT, which is not imported
     """Give the configs of PEFT the revision of the `base`, unless the user has named one, and no path of this machine.
 
-    Earlier versions of llmnode wrote a path as the base's name.
+    The commit of another base, with which an adapter was saved, makes place for that of this one. Earlier versions of
+    llmnode wrote a path as the base's name.
     """
     commit = commit_of(base.digest)
     for config in configs:
-        if config.revision in (None, getattr(config, _OURS, None)):
+        is_saved = commit is not None and is_commit(config.revision or "")
+        if is_saved or config.revision in (None, getattr(config, _OURS, None)):
             config.revision = commit
             setattr(config, _OURS, commit)
         if Path(config.base_model_name_or_path or "").is_absolute():

@@ -64,6 +64,11 @@ def commit_of(digest: bytes) -> str | None:
     return identity.weights.fingerprint.hex() if identity and identity.weights.origin is Origin.HUB else None
 
 
+def is_commit(text: str) -> bool:
+    """Whether a revision is a commit of the hub, and no branch or tag."""
+    return len(text) == 2 * WEIGHTS_BYTES and set(text) <= set("0123456789abcdef")
+
+
 def is_variant(one: bytes, other: bytes) -> bool:
     """Whether two models of these digests have tensors of the same names and shapes."""
     ours, theirs = read_digest(one), read_digest(other)
