@@ -159,6 +159,7 @@ def _server_json(each: Announcement, model: ModelStatus, now_ms: int) -> dict[st
         "state": str(offer.state),
         "moves_to": None if offer.moves_to is None else [offer.moves_to.start, offer.moves_to.end],
         "block_us": offer.block_us,
+        "stays": offer.stays,
         "announced_tokens_per_s": offer.speed.tokens_per_s or None,
         "kv_tokens": offer.kv_tokens,
         "kv_tokens_free": offer.kv_tokens_free,

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 EVERY_S = 2.0
 LEAST_EVERY_S, MOST_EVERY_S = 0.5, 3600.0
-ASKED_FOR_S = 5.0
-"""A look of several waits this long for servers that do not answer, or as long as until the next look."""
+LEAST_LOOK_S = 5.0
+"""A look of several waits this long for servers that do not answer, or longer: until the next look."""
 NOBODY = "nobody serves anything: start with `llmnode serve`"
 
 
@@ -100,7 +100,7 @@ async def _watch(to: Invite, every_s: float, as_lines: bool) -> None:
         before = None
         with live or nullcontext():
             while True:
-                look = await look_at(*found, max(every_s, ASKED_FOR_S))
+                look = await look_at(*found, max(every_s, LEAST_LOOK_S))
                 show(look, before)
                 before = look
                 await trio.sleep(every_s)

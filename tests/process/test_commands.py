@@ -161,6 +161,7 @@ def _check_figures(nodes: list[Any], peers: list[str]) -> None:
             figures["predicted_tokens_per_s"] / figures["measured_tokens_per_s"] - 1
         )
         assert abs(figures["memory_error"]) < 0.25
+        assert server["stays"], "it was told its blocks"
     shown = in_process.llmnode("status", "--peers", *peers).stdout
     assert "predicted" in shown and "measured" in shown
     nodes[0].process.send_signal(signal.SIGUSR1)
