@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ import llmnode
 from llmnode import petals
 from llmnode.errors import ConfigError, NoRoute
 from process.pairs import open_pair, prompted
+from process.petals_models import PLAIN, TEXT, petals_model
 from process.test_training import FURTHEST, _error
 from process.tuned import greedy, weights_of
 from reference.small import BLOCKS
@@ -30,8 +30,6 @@ pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 PAGE = (Path(llmnode.__file__).parent / "client/PETALS.md").read_text(encoding="utf-8")
 ROWS = re.findall(r"^\| (`.*?`) \|", PAGE, re.MULTILINE)
-PLAIN = {"do_sample": False, "pad_token_id": 0}
-TEXT = torch.tensor([[5, 17, 99, 3, 42]])
 
 
 @pytest.fixture(scope="module")
@@ -42,14 +40,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 
 @pytest.fixture(scope="module")
 def model(pair: Pair) -> Iterator[petals.DistributedModelForCausalLM]:
-    with _opened(pair) as opened:
-        yield opened
-
-
-@contextmanager
-def _opened(pair: Pair, **options: Any) -> Iterator[petals.DistributedModelForCausalLM]:
-    kind = petals.AutoDistributedModelForCausalLM
-    with kind.from_pretrained(pair.folder, initial_peers=pair.peers, **options) as opened:
+    with petals_model(pair) as opened:
         yield opened
 
 
@@ -172,7 +163,7 @@ def test_the_first_step_of_a_session_takes_prompts_for_all_rows(
                     session.step(hidden, prompts=each)
             assert _error(session.step(hidden), plain) < FURTHEST
     with (
-        _opened(pair, tuning_mode="ptune", pre_seq_len=2) as tuned,
+        petals_model(pair, tuning_mode="ptune", pre_seq_len=2) as tuned,
         tuned.inference_session(max_length=16) as session,
         pytest.raises(ConfigError, match="trained prompts"),
     ):
@@ -181,7 +172,7 @@ def test_the_first_step_of_a_session_takes_prompts_for_all_rows(
 
 def test_prompts_are_tuned_under_the_names_of_petals(pair: Pair) -> None:
     for mode in ("ptune", "deep_ptune"):
-        with _opened(pair, tuning_mode=mode, pre_seq_len=4) as model:
+        with petals_model(pair, tuning_mode=mode, pre_seq_len=4) as model:
             trained = {name.split(".")[-2] for name, each in model.named_parameters() if each.requires_grad}
             deep = {"intermediate_prompt_embeddings"} if mode == "deep_ptune" else set()
             assert trained == {"prompt_embeddings"} | deep
@@ -218,14 +209,14 @@ def test_servers_are_chosen_and_limits_are_ours(pair: Pair, model: petals.Distri
         "use_server_to_server": False,
         "torch_dtype": torch.float32,
     }
-    with _opened(pair, allowed_servers=peers, **limits) as other:
+    with petals_model(pair, allowed_servers=peers, **limits) as other:
         assert other(TEXT).logits.shape[1] == 5
         policy = other._client.router.finder.policy
         assert (policy.recovery.replacements, policy.step_timeout_s, policy.passes.longest_s) == (3, 20, 20)
         assert (policy.route.connect_timeout_s, policy.route.ban_s, policy.push.enabled) == (5.0, 1.5, False)
     for wrong in ({"allowed_servers": peers[:1]}, {"blocked_servers": peers[1:]}):
         with pytest.raises(NoRoute, match="told to leave out"):
-            _opened(pair, **wrong).__enter__()
+            petals_model(pair, **wrong).__enter__()
 
 
 def test_an_active_adapter_is_computed_by_servers_whatever_the_head(pair: Pair, tmp_path: Path) -> None:
@@ -233,7 +224,7 @@ def test_an_active_adapter_is_computed_by_servers_whatever_the_head(pair: Pair, 
     config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     theirs = peft.get_peft_model(copy.deepcopy(pair.alone), config).eval()
     theirs.save_pretrained(tmp_path)
-    with _opened(pair, active_adapter=str(tmp_path)) as model, torch.no_grad():
+    with petals_model(pair, active_adapter=str(tmp_path)) as model, torch.no_grad():
         assert _error(model(TEXT).logits, theirs(TEXT).logits) < FURTHEST
     kind = petals.AutoDistributedModelForSequenceClassification
     options = {"active_adapter": str(tmp_path), "tuning_mode": "ptune", "pre_seq_len": 2, "pad_token_id": 0}

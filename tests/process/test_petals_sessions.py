@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -17,6 +16,7 @@ from llmnode.errors import ConfigError
 from llmnode.swarm.peer_connection import PeerConnection
 from llmnode.wire.frame import Frame, FrameType
 from process.pairs import open_pair
+from process.petals_models import PLAIN, TEXT, petals_model
 from process.test_training import FURTHEST, _error
 from reference.small import BLOCKS, HIDDEN_SIZE, VOCABULARY
 
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 LENGTH = 7
-TEXT = torch.tensor([[5, 17, 99, 3, 42]])
-PLAIN = {"do_sample": False, "pad_token_id": 0}
 
 
 @pytest.fixture(scope="module")
@@ -40,14 +38,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 
 @pytest.fixture(scope="module")
 def model(pair: Pair) -> Iterator[petals.DistributedModelForCausalLM]:
-    with _opened(pair) as opened:
-        yield opened
-
-
-@contextmanager
-def _opened(pair: Pair, **options: Any) -> Iterator[petals.DistributedModelForCausalLM]:
-    kind = petals.AutoDistributedModelForCausalLM
-    with kind.from_pretrained(pair.folder, initial_peers=pair.peers, **options) as opened:
+    with petals_model(pair) as opened:
         yield opened
 
 
@@ -106,7 +97,7 @@ def test_lossy_codecs_shrink_what_crosses_both_ways_and_hardly_change_outputs_an
         crossed.append((question, len(more[3]), len(answer.payload)))
         return answer
 
-    with _opened(pair, codec=codec) as lossy, patch.object(PeerConnection, "ask_pass", noting):
+    with petals_model(pair, codec=codec) as lossy, patch.object(PeerConnection, "ask_pass", noting):
         for each in (model, lossy):
             found.append(_through(petals.RemoteSequential(each), states))
     for one, other in zip(found[1], found[0], strict=True):
@@ -201,7 +192,7 @@ def test_a_forward_within_a_session_is_refused_and_not_run_beside_it(
 
 def test_each_model_has_an_active_session_of_its_own(pair: Pair, model: petals.DistributedModelForCausalLM) -> None:
     whole = pair.alone.generate(TEXT, max_new_tokens=2, **PLAIN)
-    with _opened(pair) as other, model.inference_session(max_length=16) as session:
+    with petals_model(pair) as other, model.inference_session(max_length=16) as session:
         assert other.active_session is None
         assert other.generate(TEXT, max_new_tokens=2, **PLAIN).tolist() == whole.tolist()
         for use in (other.use_session(session).__enter__, lambda: other.generate(TEXT, session=session, **PLAIN)):
