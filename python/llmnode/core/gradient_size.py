@@ -21,7 +21,7 @@ MOST_EXPONENT = 126
 
 
 def exponent_for(largest: float, less: int = 0) -> int:
-    """The exponent for a gradient whose largest number is this: the best, or `less`. 0 for zero and what is not finite."""
+    """The exponent for a gradient with this `largest` number, `less` than the best. Zero and NaN have 0."""
     if not 0.0 < largest < inf:
         return 0
     exponent = LARGEST_EXPONENT - frexp(largest)[1] - less
