@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from llmnode.client.connect import Client
     from llmnode.client.portal import Portal
     from llmnode.core.model import PrecisionWish
+    from llmnode.core.policy import RoutePolicy
     from llmnode.net.invite import Invite
 
 
@@ -38,6 +39,7 @@ class Access:
     way_in: Invite
     codec: str
     precision: PrecisionWish
+    route: RoutePolicy
     spot_check: float
     relayed_prefill: str
     adapter: str | None = None
@@ -61,7 +63,7 @@ class Access:
             from llmnode.models.peft_folder import downloaded
         use_threads()
         checks, relayed = SpotCheckPolicy(self.spot_check), RelayedPolicy(prefill=self.relayed_prefill)
-        policy = ClientPolicy(spot_checks=checks, relayed=relayed)
+        policy = ClientPolicy(route=self.route, spot_checks=checks, relayed=relayed)
         parts = load_parts(open_model(self.model, say))
         adapter = self.adapter and downloaded(self.adapter, say)
         connecting = aconnect(

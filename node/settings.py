@@ -28,7 +28,7 @@ from llmnode.core.user_input import (
     split_lines,
 )
 from llmnode.errors import ConfigError
-from llmnode.node.values import PATHS
+from llmnode.node.values import PATHS, peer
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -53,7 +53,7 @@ _TYPES: Mapping[Any, tuple[tuple[type, ...], str]] = {  # Any: an option's conve
     str: _TEXT,
     int: ((int,), "a whole number"),
     float: ((int, float), "a number"),
-    **dict.fromkeys(PATHS, _TEXT),
+    **dict.fromkeys([*PATHS, peer], _TEXT),
 }
 _ANY_TYPE = (str, int, float), "text in quotes or a number"  # for an option with a conversion of its own
 

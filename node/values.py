@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+from llmnode.core.ids import PeerId
 from llmnode.core.user_input import expand_path
 from llmnode.errors import ConfigError
 
@@ -32,6 +33,16 @@ def model(text: str, variables: Mapping[str, str] | None = None) -> str:
 def swarm_key(text: str, variables: Mapping[str, str] | None = None) -> str | Path:
     """An invite, or the path of a file."""
     return text.strip() if text.strip().startswith(INVITE) else path(text, variables)
+
+
+def peer(text: str) -> PeerId:
+    """The id of a peer, or of the peer at an address that ends in its id."""
+    from llmnode.net.addresses import parse_peer, parse_peer_id
+
+    try:
+        return PeerId(str(parse_peer(text).peer_id)) if text.startswith("/") else parse_peer_id(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 PATHS = (path, model, swarm_key)

@@ -21,7 +21,8 @@ def add(commands: Commands) -> None:
         run,
         "talk with the model through the servers of a swarm",
         "  llmnode chat INVITE\n  llmnode chat --peers ADDRESS1 ADDRESS2\n"
-        "  llmnode chat --peers ADDRESS1 ADDRESS2 --temperature 0",
+        "  llmnode chat --peers ADDRESS1 ADDRESS2 --temperature 0\n"
+        "  llmnode chat INVITE --only-peers 12D3KooW... 12D3KooW...  (ids, as `llmnode status --json` shows them)",
     )
     add_swarm(parser)
     parser.add_argument(

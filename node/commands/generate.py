@@ -27,6 +27,7 @@ def add(commands: Commands) -> None:
         '  llmnode generate INVITE --prompt "Once upon a time"\n'
         '  llmnode generate --peers ADDRESS1 ADDRESS2 --prompt "Once upon a time"\n'
         "  llmnode generate --peers ADDRESS1 ADDRESS2 --prompts FILE --samples 4 --temperature 0.8 --seed 1 --json\n"
+        "  llmnode generate INVITE --not-peers 12D3KooW...  (an id, as `llmnode status --json` shows it)\n"
         "  (ADDRESS: as `llmnode serve` prints it, /ip4/.../tcp/.../p2p/...)",
     )
     add_swarm(parser)

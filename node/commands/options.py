@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from llmnode.client.sampling import Sampling
     from llmnode.core.model import Precision
+    from llmnode.core.policy import RoutePolicy
     from llmnode.node.app import NodeConfig
     from llmnode.node.connect_options import Access
 
@@ -168,6 +169,7 @@ def add_swarm(parser: Parser) -> None:
     parser.add_argument("--model", type=values.model, metavar="NAME", help=MODEL_HELP)
     add_peers(parser, "servers or relays: one that knows the others is enough")
     add_mdns(parser, FIND)
+    _add_chosen_peers(parser)
     add_precision(
         parser,
         "use only servers that compute in this: float32 is exact (default auto: exact if the swarm has it, else what "
@@ -202,6 +204,25 @@ def add_swarm(parser: Parser) -> None:
         help="a long prompt for a server that is reached through a relay: wait some seconds for a direct way, and then "
         "use the relay all the same (default), allow that at once, or refuse it",
     )
+
+
+def _add_chosen_peers(parser: Parser) -> None:
+    """--only-peers and --not-peers, for `_chosen_peers`."""
+    for flag, what in (
+        ("--only-peers", "use no servers but these: ids, as `llmnode status --json` shows them, or addresses with one"),
+        ("--not-peers", "never use these servers, named likewise; they may still tell which others there are"),
+    ):
+        parser.add_argument(flag, nargs="+", default=[], type=values.peer, metavar="ID", help=what)
+
+
+def _chosen_peers(arguments: argparse.Namespace) -> RoutePolicy:
+    """From --only-peers and --not-peers. Raises ConfigError."""
+    from llmnode.core.policy import RoutePolicy
+
+    only, without = frozenset(arguments.only_peers), frozenset(arguments.not_peers)
+    if named_twice := sorted(only & without):
+        raise ConfigError(f"{named_twice[0]} is after --only-peers and after --not-peers: leave it out of one of them")
+    return RoutePolicy(allowed=only or None, blocked=without)
 
 
 def add_precision(parser: Parser, dtype: str, quant: str, kv_dtype: str, default: Precision | None = None) -> None:
@@ -322,6 +343,7 @@ def access(arguments: argparse.Namespace) -> Access:
         way_in=found,
         codec=arguments.codec,
         precision=wish(arguments),
+        route=_chosen_peers(arguments),
         spot_check=arguments.spot_check,
         relayed_prefill=arguments.relayed_prefill,
         adapter=arguments.adapter,

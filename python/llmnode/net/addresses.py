@@ -59,7 +59,7 @@ def parse_peer_id(text: str) -> PeerId:
     except (MultiaddrError, ValueError):
         found, rest = "", []
     if rest or str(found) != text:
-        raise ConfigError(f"{text!r} is no peer id: give those that `llmnode status` shows, as 12D3KooW...")
+        raise ConfigError(f"{text!r} is no peer id: give those that `llmnode status --json` shows, as 12D3KooW...")
     return PeerId(text)
 
 

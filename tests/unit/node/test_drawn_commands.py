@@ -45,6 +45,7 @@ GOOD = {
     "max-new-tokens": ["3", "1", "70"], "receipts": ["receipts.json"], "peers": [PEER], "blocks": ["0:2", "auto", "2"],
     "swarm-key": ["key"], "identity": ["identity", "new"], "kv-tokens": ["64"], "drain-s": ["1"], "threads": ["1"],
     "listen": ["/ip4/127.0.0.1/tcp/0"], "hub": ["org/name", "hub:org/name"],
+    "only-peers": [PEER[-52:], PEER], "not-peers": [PEER[-52:]],
 }  # fmt: skip
 SWITCHES = ["json", "chat", "verbose"]
 
