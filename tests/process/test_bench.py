@@ -180,6 +180,43 @@ def test_plan_forecasts_the_route_that_a_session_takes() -> None:
     assert routes["holds"]
 
 
+def test_placement_compares_the_plan_with_newcomers_optima_and_published_layouts() -> None:
+    done = bench("placement", "--thin", "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    rows = {row["variant"]: row for row in report["rows"]}
+    newcomers, plan, bound = (rows[name] for name in ("new servers only", "the plan", "bound on all placements"))
+    assert 0 <= newcomers["net tokens/s"] < plan["net tokens/s"] < bound["net tokens/s"]
+    assert newcomers["moves"] == 0 < plan["moves"]
+    assert rows["small cases: the plan"]["worst"] <= 1 <= rows["small cases: bound on all placements"]["worst"]
+    assert rows["200 servers"]["plan, ms"] > 0
+    assert "llama30b on 24 machines: the plan, of the best layout" in {aim["name"] for aim in report["aims"]}
+
+
+def test_placement_simulates_the_hosts_and_the_trace_of_files(tmp_path: Path) -> None:
+    hosts, trace = tmp_path / "hosts.csv", tmp_path / "trace.csv"
+    hosts.write_text("host,tokens_per_s,blocks\nfast,40,8\nslow,10,4\nother,10,4\n")
+    # The slow two hold all eight blocks. The fast one holds them alone, is there for half of the time, and goes.
+    trace.write_text("host,from_s,to_s\nslow,0,7200\nother,0,7200\nfast,1800,5400\n")
+    files = ["--hosts", str(hosts), "--trace", str(trace), "--thin", "--json"]
+    done = bench("placement", *files, "--blocks", "8")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    rows = {row["variant"]: row for row in report["rows"]}
+    assert rows.keys() == {"bound on all placements", "new servers only", "the plan"}
+    assert rows["bound on all placements"]["net tokens/s"] == pytest.approx((10 + 50) / 2)
+    assert 25 < rows["the plan"]["net tokens/s"] <= 30
+    assert (report["environment"]["hosts"], report["environment"]["blocks"]) == (3, 8)
+
+    refused = bench("placement", *files, "--blocks", "17")
+    assert refused.returncode == 2
+    assert "have memory for 16 blocks together, and the model has 17: add hosts, or give" in refused.stderr
+    hosts.write_text("host,tokens_per_s,blocks\nfast,40,8\nslow,quick,4\n")
+    refused = bench("placement", *files)
+    assert refused.returncode == 2
+    assert f"{hosts}, line 3: tokens_per_s is 'quick': write a number above 0" in refused.stderr
+
+
 def test_checkouts_compares_this_one_with_itself() -> None:
     root = Path(__file__).parents[2]
     command = ["bench", "checkouts", str(root), "--thin", "--repeats", "1", "--tokens", "2", "--json"]

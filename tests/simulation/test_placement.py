@@ -12,13 +12,11 @@ import pytest
 from llmnode.core.ids import PeerId
 from llmnode.core.placement.policy import PlanPolicy, RebalancePolicy
 from llmnode.core.placement.servers import one_speed
-from llmnode.errors import ConfigError
-from llmnode.testing.placement import Host, Rule, SwarmConditions, Uptime, read_trace, simulate_placement, two_classes
+from llmnode.testing.placement import Host, Rule, SwarmConditions, Uptime, simulate_placement, two_classes
 from llmnode.testing.simulate import seeds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from llmnode.testing.placement import SwarmFigures
 
@@ -132,15 +130,3 @@ def test_nodes_that_keep_serving_while_they_load_lose_less() -> None:
     hosts = two_classes(1, 24, days=0.25)
     keeping = simulated(hosts, 1, 6, replace(CONDITIONS, keeps_serving=True))
     assert keeping.net_tokens_per_s > simulated(hosts, 1, 6).net_tokens_per_s
-
-
-def test_a_trace_from_a_file_is_read(tmp_path: Path) -> None:
-    trace = tmp_path / "trace.csv"
-    trace.write_text("host,from_s,to_s,tokens_per_s,blocks\na,0,100,7.5,2\nb,50,60,,\na,200,300,7.5,2\n")
-    first, second = read_trace(trace)
-    assert first.uptimes == [Uptime(0.0, 100.0), Uptime(200.0, 300.0)]
-    assert first.speeds == (7.5, 7.5)
-    assert second.uptimes == [Uptime(50.0, 60.0)]
-    trace.write_text("host,from_s\na,0\n")
-    with pytest.raises(ConfigError, match="its columns are"):
-        read_trace(trace)

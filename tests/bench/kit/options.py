@@ -43,6 +43,9 @@ class Options(argparse.Namespace):
     form: str | None
     servers: int | None
     device: str
+    hosts: Path | None
+    trace: Path | None
+    blocks: int | None
 
 
 def count(least: int = 1, most: int = MOST) -> Callable[[str], int]:

@@ -13,18 +13,28 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from bench.kit.options import add_plot, add_thin
+from bench.kit.options import add_plot, add_thin, count
 from bench.kit.report import Report, Row, at_least, at_most, below
 from bench.placement.exact import best_throughput
 from bench.placement.layouts import read_cluster, read_published
-from bench.placement.swarms import THIN, VARIANTS, allowed_gap_s, bound_tokens_per_s, figure_4, scale_row
+from bench.placement.swarms import (
+    BLOCKS,
+    SEED,
+    THIN,
+    VARIANTS,
+    allowed_gap_s,
+    bound_tokens_per_s,
+    figure_4,
+    fleet_of,
+    scale_row,
+)
 from llmnode.core.ids import PeerId
 from llmnode.core.placement.joining import choose_span
 from llmnode.core.placement.plan import place_newcomer, plan_moves
 from llmnode.core.placement.policy import PlanPolicy, RebalancePolicy
 from llmnode.core.placement.servers import PlacedServer, block_speeds, most_throughput, one_speed, throughput
-from llmnode.testing.placement import SwarmConditions, daily_sine
-from llmnode.testing.placement.hosts import DAY_S
+from llmnode.node import values
+from llmnode.testing.placement.host_files import MOST_BLOCKS
 
 if TYPE_CHECKING:
     import argparse
@@ -32,9 +42,9 @@ if TYPE_CHECKING:
     from bench.kit.options import Options
     from bench.kit.report import Aim
     from bench.placement.layouts import Cluster
+    from bench.placement.swarms import Fleet
     from llmnode.testing.placement import SwarmFigures
 
-SEED = 0
 PAPER = "paper, p = 20 %"
 CASES = (("24", "llama30b"), ("24", "llama70b"), ("42", "llama70b"))
 FREE_MOVES = replace(PlanPolicy(), price=0.0, least_prices=1e-3, moves=24, pairs=24, tries=2500)
@@ -49,25 +59,44 @@ SMALL = (8, 12, 5)
 def add(parser: argparse.ArgumentParser) -> None:
     add_thin(parser)
     add_plot(parser, "the throughput over time")
+    parser.add_argument(
+        "--hosts",
+        type=values.path,
+        metavar="FILE",
+        help="simulate these hosts alone, on for a day without --trace: a CSV file whose first line is "
+        "host,tokens_per_s,blocks, where blocks is the most that a host may hold",
+    )
+    parser.add_argument(
+        "--trace",
+        type=values.path,
+        metavar="FILE",
+        help="simulate these hosts alone, at the times when they were on: a CSV file that begins with "
+        "host,from_s,to_s and has one line an uptime; without --hosts it may have tokens_per_s and blocks, else they "
+        "are drawn as in the paper",
+    )
+    parser.add_argument(
+        "--blocks", type=count(1, MOST_BLOCKS), metavar="N", help=f"of the model that they serve (default {BLOCKS})"
+    )
 
 
 def run(options: Options) -> Report:
-    rows: list[Row] = []
-    aims: list[Aim] = []
-    for part in (_figure_4, _small_cases, _published_layouts, _large_swarms):
-        more_rows, more_aims = part(options)
-        rows += more_rows
-        aims += more_aims
-    return Report(rows, aims, {"seed": SEED, "load_s_per_block": SwarmConditions().load_s_per_block}, "see the README")
+    fleet = fleet_of(options)
+    rows, aims = _figure_4(options, fleet)
+    if options.hosts is None and options.trace is None:
+        for part in (_small_cases, _published_layouts, _large_swarms):
+            more_rows, more_aims = part(options)
+            rows += more_rows
+            aims += more_aims
+    load_s = fleet.conditions.load_s_per_block
+    conditions = {"seed": SEED, "hosts": len(fleet.hosts), "blocks": fleet.blocks, "load_s_per_block": load_s}
+    return Report(rows, aims, conditions, "see the README")
 
 
-def _figure_4(options: Options) -> tuple[list[Row], list[Aim]]:
-    days = 0.1 if options.thin else 1.0
-    hosts, allowed_s = daily_sine(SEED, days), allowed_gap_s(SwarmConditions(), RebalancePolicy())
-    bound = bound_tokens_per_s(hosts, days * DAY_S)
+def _figure_4(options: Options, fleet: Fleet) -> tuple[list[Row], list[Aim]]:
+    allowed_s, bound = allowed_gap_s(fleet, RebalancePolicy()), bound_tokens_per_s(fleet)
     rows: list[Row] = [{"variant": "bound on all placements", "net tokens/s": bound, "of the bound": 1.0}]
     outcomes: dict[str, SwarmFigures] = {}
-    for name, outcome in figure_4(THIN if options.thin else tuple(VARIANTS), days, SEED):
+    for name, outcome in figure_4(fleet, THIN if options.thin else tuple(VARIANTS)):
         outcomes[name] = outcome
         rows.append(
             {
@@ -82,11 +111,13 @@ def _figure_4(options: Options) -> tuple[list[Row], list[Aim]]:
             }
         )
     if options.plot is not None:
-        _draw(options, outcomes)
+        _draw(options, fleet, outcomes)
     plan = outcomes["the plan"]
     aims = [at_least("the plan, of the bound", plan.net_tokens_per_s / bound, 0.95)]
     if PAPER in outcomes:
-        aims.append(at_most("moves of the plan, of those of the paper's rule", plan.moves / outcomes[PAPER].moves, 1.0))
+        aims.append(
+            at_most("moves of the plan, of those of the paper's rule", plan.moves / max(1, outcomes[PAPER].moves), 1.0)
+        )
     aims.append(at_most("seconds by which the plan closed gaps late", plan.gap_s_beyond(allowed_s), 0.0))
     return rows, aims
 
@@ -174,11 +205,11 @@ def _large_swarms(options: Options) -> tuple[list[Row], list[Aim]]:
     return rows, [below("one decision among 2000 servers, ms", float(str(row["plan, ms"])), 50.0)]
 
 
-def _draw(options: Options, outcomes: dict[str, SwarmFigures]) -> None:
+def _draw(options: Options, fleet: Fleet, outcomes: dict[str, SwarmFigures]) -> None:
     from bench.kit.drawing import axes_in
 
     assert options.plot is not None
-    with axes_in(options.plot, "206 servers of uneven speed, 15 to 110 of them on", "hours", "tokens/s") as axes:
+    with axes_in(options.plot, fleet.name, "hours", "tokens/s") as axes:
         for name, outcome in outcomes.items():
             times, speeds = zip(*outcome.throughputs, strict=True)
             axes.step([time_s / 3600 for time_s in times], speeds, where="post", label=name, linewidth=0.7)

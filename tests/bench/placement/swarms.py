@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 import tracemalloc
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from llmnode.core.announcement import Announcement, Offer, PeerState, SignedAnnouncement
@@ -17,15 +17,26 @@ from llmnode.core.placement.policy import PlanPolicy, RebalancePolicy
 from llmnode.core.placement.servers import PlacedServer, block_speeds, most_throughput, one_speed
 from llmnode.core.policy import SwarmPolicy
 from llmnode.core.span import Span
-from llmnode.testing.placement import Rule, SwarmConditions, SwarmFigures, daily_sine, simulate_placement
+from llmnode.errors import ConfigError
+from llmnode.testing.placement import (
+    Host,
+    Rule,
+    SwarmConditions,
+    SwarmFigures,
+    Uptime,
+    daily_sine,
+    read_hosts,
+    read_trace,
+    simulate_placement,
+)
 from llmnode.testing.placement.hosts import DAY_S
 from llmnode.wire.announcement import sign_announcement
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from bench.kit.options import Options
     from bench.kit.report import Row
-    from llmnode.testing.placement import Host
 
 BLOCKS = 70
 VARIANTS: dict[str, tuple[Rule, float]] = {
@@ -38,22 +49,63 @@ VARIANTS: dict[str, tuple[Rule, float]] = {
     "the plan": (Rule.PLAN, 0.0),
 }
 THIN = ("new servers only", "the plan")
+THIN_BLOCKS = 16
+SEED = 0
 SIGNATURE_BYTES = 64
 
 
-def figure_4(variants: Sequence[str], days: float, seed: int) -> Iterator[tuple[str, SwarmFigures]]:
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """Hosts, when they are on, and the model that they serve."""
+
+    hosts: Sequence[Host]
+    seconds: float
+    blocks: int = BLOCKS
+    name: str = "206 servers of uneven speed, 15 to 110 of them on"
+
+    @property
+    def conditions(self) -> SwarmConditions:
+        return SwarmConditions(blocks=self.blocks)
+
+
+def fleet_of(options: Options) -> Fleet:
+    """The hosts of the user's files; else those of the paper, or some of them in a thin run. Raises ConfigError."""
+    if options.hosts is None and options.trace is None:
+        if options.thin:
+            blocks, days = options.blocks or THIN_BLOCKS, 0.1
+            return Fleet(_cut(daily_sine(SEED, days, 30, 6, 20), blocks), days * DAY_S, blocks, "6 to 20 servers")
+        return Fleet(_cut(daily_sine(SEED), options.blocks or BLOCKS), DAY_S, options.blocks or BLOCKS)
+    blocks, speeds = options.blocks or BLOCKS, None if options.hosts is None else read_hosts(options.hosts)
+    if options.trace is None:
+        assert speeds is not None
+        hosts = [Host(PeerId(name), own, (Uptime(0.0, DAY_S),)) for name, own in speeds.items()]
+    else:
+        hosts = read_trace(options.trace, SEED, speeds)
+    if (held := sum(min(blocks, len(host.speeds)) for host in hosts)) < blocks:
+        raise ConfigError(
+            f"{options.trace or options.hosts}: these hosts have memory for {held} blocks together, and the model has "
+            f"{blocks}: add hosts, or give --blocks {held} or fewer"
+        )
+    seconds = max(each.to_s for host in hosts for each in host.uptimes)
+    return Fleet(_cut(hosts, blocks), seconds, blocks, f"{len(hosts)} hosts of {options.trace or options.hosts}")
+
+
+def _cut(hosts: Sequence[Host], blocks: int) -> list[Host]:
+    """No host holds more blocks than the model has."""
+    return [replace(host, speeds=host.speeds[:blocks]) for host in hosts]
+
+
+def figure_4(fleet: Fleet, variants: Sequence[str]) -> Iterator[tuple[str, SwarmFigures]]:
     """The outcome of each variant, all with the same hosts and schedules."""
-    hosts = daily_sine(seed, days)
     for name in variants:
         rule, gain = VARIANTS[name]
-        yield (
-            name,
-            simulate_placement(hosts, rule, days * DAY_S, seed, policy=replace(RebalancePolicy(), paper_gain=gain)),
-        )
+        policy = replace(RebalancePolicy(), paper_gain=gain)
+        yield name, simulate_placement(fleet.hosts, rule, fleet.seconds, SEED, fleet.conditions, policy)
 
 
-def bound_tokens_per_s(hosts: Sequence[Host], seconds: float) -> float:
+def bound_tokens_per_s(fleet: Fleet) -> float:
     """The mean of the bound on all placements of the servers that are on, which need no time to load."""
+    hosts, seconds = fleet.hosts, fleet.seconds
     changes = sorted(
         [(uptime.from_s, True, host) for host in hosts for uptime in host.uptimes]
         + [(uptime.to_s, False, host) for host in hosts for uptime in host.uptimes],
@@ -69,12 +121,13 @@ def bound_tokens_per_s(hosts: Sequence[Host], seconds: float) -> float:
             on[host.peer] = PlacedServer(host.peer, Span(0, 1), host.speeds)
         else:
             on.pop(host.peer, None)
-        bound = most_throughput(BLOCKS, on.values()) if on else 0.0
+        bound = most_throughput(fleet.blocks, on.values()) if on else 0.0
     return (tokens + bound * (seconds - before_s)) / seconds
 
 
-def allowed_gap_s(conditions: SwarmConditions, policy: RebalancePolicy, most_blocks: int = 10) -> float:
-    """The time to hear of a gap, to decide, and to load the blocks of one server."""
+def allowed_gap_s(fleet: Fleet, policy: RebalancePolicy) -> float:
+    """The time to hear of a gap, to decide, and to load the blocks of the largest server."""
+    conditions, most_blocks = fleet.conditions, max(len(host.speeds) for host in fleet.hosts)
     heard_s = conditions.stale_s + conditions.announce_every_s
     return heard_s + policy.gap_check_every_s * (1 + policy.jitter) + most_blocks * conditions.load_s_per_block
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from llmnode.testing.placement.hosts import Host, Uptime, daily_sine, read_trace, two_classes
+from llmnode.testing.placement.host_files import read_hosts, read_trace
+from llmnode.testing.placement.hosts import Host, Uptime, daily_sine, two_classes
 from llmnode.testing.placement.simulator import Rule, SwarmConditions, SwarmFigures, simulate_placement
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "SwarmFigures",
     "Uptime",
     "daily_sine",
+    "read_hosts",
     "read_trace",
     "simulate_placement",
     "two_classes",

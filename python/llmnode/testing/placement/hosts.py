@@ -1,11 +1,10 @@
 """The hosts of a simulated swarm: what each can do, and when it is on. All of these schedules are synthetic.
 
-A measured availability trace can be read from a file instead, see `read_trace`.
+Hosts and a measured trace can be read from files instead: `host_files.py`.
 """
 
 from __future__ import annotations
 
-import csv
 import math
 import random
 from dataclasses import dataclass, replace
@@ -14,11 +13,9 @@ from typing import TYPE_CHECKING
 
 from llmnode.core.ids import PeerId
 from llmnode.core.placement.servers import one_speed
-from llmnode.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
 DAY_S = 86_400.0
 
@@ -73,7 +70,7 @@ def daily_sine(
             off.append(number)
     for number, from_s in on.items():
         uptimes[number].append(Uptime(from_s, days * DAY_S))
-    return [replace(host, uptimes=_apart(own)) for host, own in zip(fleet, uptimes, strict=True)]
+    return [replace(host, uptimes=apart(own)) for host, own in zip(fleet, uptimes, strict=True)]
 
 
 def two_classes(
@@ -102,31 +99,8 @@ def two_classes(
             own[0] = replace(own[0], from_s=0.0)
             for outage in rng.choice(outages):
                 own = [piece for uptime in own for piece in _without(uptime, outage)]
-        fleet.append(replace(host, uptimes=_apart(_within(own, days * DAY_S))))
+        fleet.append(replace(host, uptimes=apart(_within(own, days * DAY_S))))
     return fleet
-
-
-def read_trace(file: Path, seed: int = 0) -> list[Host]:
-    """Hosts from a CSV file with the columns `host`, `from_s` and `to_s`, one row an uptime. Raises ConfigError.
-
-    Where it has `tokens_per_s` and `blocks` too, those are the host's; they are drawn as in the paper otherwise.
-    """
-    rng = random.Random(seed)
-    hosts: dict[str, Host] = {}
-    try:
-        with file.open(newline="") as lines:
-            for row in csv.DictReader(lines):
-                name = row["host"]
-                if name not in hosts:
-                    drawn = uneven(len(hosts), rng)
-                    speed = float(row.get("tokens_per_s") or drawn.speeds[0])
-                    speeds = one_speed(speed, int(row.get("blocks") or len(drawn.speeds)))
-                    hosts[name] = Host(PeerId(name), speeds, ())
-                uptime = Uptime(float(row["from_s"]), float(row["to_s"]))
-                hosts[name] = replace(hosts[name], uptimes=(*hosts[name].uptimes, uptime))
-    except (OSError, KeyError, ValueError) as error:
-        raise ConfigError(f"cannot read the trace {file}: {error!r}; its columns are host, from_s and to_s") from error
-    return [replace(host, uptimes=_apart(host.uptimes)) for host in hosts.values()]
 
 
 def _arrivals(rng: random.Random, per_s: float, days: float) -> list[float]:
@@ -150,7 +124,7 @@ def _within(uptimes: Sequence[Uptime], end_s: float) -> list[Uptime]:
     return [each for each in cut if each.to_s > each.from_s]
 
 
-def _apart(uptimes: Sequence[Uptime]) -> list[Uptime]:
+def apart(uptimes: Sequence[Uptime]) -> list[Uptime]:
     """In order, and each with a second between it and the one before."""
     ordered: list[Uptime] = []
     for uptime in sorted(uptimes, key=lambda each: each.from_s):
