@@ -13,6 +13,7 @@ import trio
 from llmnode.core.adapters import AnnouncedAdapter
 from llmnode.core.announcement import PeerState
 from llmnode.core.serving.node_life import TAKES_SESSIONS, Moving
+from llmnode.node.serve.rebalance import rebalance
 from llmnode.testing import seeds
 from llmnode.wire.adapter import make_adapter
 from simulation.world import MODEL, SPANS, Dialogue, World, kv_is_free, simulated, world
@@ -81,6 +82,25 @@ async def test_a_swarm_in_balance_stays_as_it_is() -> None:
         await trio.sleep(600)
         assert spans(swarm) == PAIRS
         assert not lines
+
+
+@pytest.mark.parametrize(("gain", "moved"), [(0.5, 1), (1.5, 0)])
+@simulated
+async def test_by_the_papers_rule_a_node_moves_for_the_share_more_throughput_that_its_user_names(
+    gain: float, moved: int
+) -> None:
+    """The slowest blocks have one server of six, and would have two."""
+    lines = Lines()
+    async with world() as swarm, trio.open_nursery() as nursery:
+        for number, span in enumerate([*3 * SPANS[:1], SPANS[1], *2 * SPANS[2:3]]):
+            node = await swarm.start(f"s{number}", span)
+            node.role.stays = False
+            by_rule = partial(rebalance, node.peer, node.role, node.swarm, lines.append, rng=random.Random(number))
+            nursery.start_soon(partial(by_rule, paper_gain=gain))
+        await trio.sleep(600)
+        assert len(lines) == moved
+        assert len([each for each in spans(swarm) if each == SPANS[1]]) == 1 + moved
+        nursery.cancel_scope.cancel()
 
 
 @pytest.mark.parametrize("holds_two", [False, True], ids=["alone", "beside"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from llmnode.core.announcement import Announcement, Offer, PeerState
@@ -118,3 +120,12 @@ def test_a_liar_that_gives_our_company_as_its_reason_costs_what_it_takes_there_a
     for _ in range(9):  # more than half of the steps that count
         standing.note_served(LIAR, BLOCKS, 1, 2.0, 0.0)
     assert total_s(standing.costs([company(LIAR, reason)], 0.0)[LIAR]) == pytest.approx(2.0, rel=0.01)
+
+
+def test_a_server_that_has_not_measured_many_sessions_gains_nothing_by_that() -> None:
+    measured, told = busy(4.0), []
+    for load in (0.0, 4.0):
+        unmeasured = replace(measured.offer, speed=AnnouncedSpeed(), load=load)
+        told.append(1e3 * candidate_of(replace(measured, offer=unmeasured), 4).said_block_s)
+    assert told == pytest.approx([1.0, 5.5], rel=0.01)
+    assert told[1] > 1e3 * candidate_of(measured, 4).said_block_s

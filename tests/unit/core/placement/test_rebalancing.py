@@ -56,8 +56,9 @@ ALONE = PlacedServer(PeerId("d"), GAP, one_speed(10.0, 8))
 """The second half is slower than the first, and one of the crowd is to move there."""
 
 
-def first_move_s(node: Rebalancer, servers: Sequence[PlacedServer], until_s: float = 2000.0) -> float | None:
-    now_s = 0.0
+def first_move_s(
+    node: Rebalancer, servers: Sequence[PlacedServer], until_s: float = 2000.0, now_s: float = 0.0
+) -> float | None:
     while now_s < until_s:
         if node.decide(servers, now_s).span is not None:
             return now_s
@@ -74,12 +75,13 @@ def test_a_server_that_is_to_move_first_and_never_does_keeps_others_only_for_a_w
 
 
 def test_a_server_is_not_taken_to_stay_while_nobody_may_move_since_many_load() -> None:
-    (first,) = plan_moves(BLOCKS, [*CROWD, ALONE], PlanPolicy()).moves
-    node = rebalancer(next(each.peer for each in CROWD if each.peer != first.peer))
+    servers, loaded_s = [*CROWD, ALONE], POLICY.unmoved_s + 1
+    (first,) = plan_moves(BLOCKS, servers, PlanPolicy()).moves
     loading = [PlacedServer(PeerId(f"e{number}"), GAP, one_speed(0.01, 8), online=False) for number in range(3)]
-    assert node.decide([*CROWD, ALONE], 0.0).span is None
-    assert node.decide([*CROWD, ALONE, *loading], POLICY.unmoved_s).span is None
-    assert first_move_s(node, [*CROWD, ALONE], 100.0) is None
+    for node in [rebalancer(each.peer) for each in CROWD if each.peer != first.peer]:
+        assert node.decide(servers, 0.0).span is None
+        assert node.decide([*servers, *loading], 1.0).span is None
+        assert first_move_s(node, servers, loaded_s + POLICY.unmoved_s - 1, loaded_s) is None
 
 
 def test_a_server_that_says_that_it_stays_keeps_nobody() -> None:
