@@ -6,15 +6,16 @@ import random
 from typing import TYPE_CHECKING
 
 import pytest
+import trio
 
 from llmnode.core.ids import PeerId
-from llmnode.core.policy import ClientPolicy, RecoveryPolicy, SpotCheckPolicy
+from llmnode.core.policy import ClientPolicy, SpotCheckPolicy
 from llmnode.errors import NoRoute, SessionLost
 from llmnode.session.passes import SwarmPasses
 from llmnode.testing.exact_blocks import exact_input
 from llmnode.wire.frame import FrameType
 from llmnode.wire.messages import EXTENSIONS, RefusalCode, unpack
-from llmnode.wire.pass_messages import DROPOUT, Pass
+from llmnode.wire.pass_messages import ALONE, DROPOUT, Pass
 from llmnode.wire.payload import Codec
 from llmnode.wire.refusal import refusal_of
 from simulation.adapters import drawn_adapter, drawn_dropout, there_and_back
@@ -115,17 +116,56 @@ async def test_no_adapter_goes_ahead_to_a_server_that_knows_no_dropout() -> None
         assert not old & {*brought}
 
 
+TOO_OLD = r"too old for adapters and lora_dropout .* with lora_dropout=0"
+
+
 @simulated
-async def test_with_servers_of_before_dropout_alone_the_client_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_with_servers_of_before_dropout_alone_the_client_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(EXTENSIONS, Pass, EXTENSIONS[Pass] - {DROPOUT})
-    policy = ClientPolicy(recovery=RecoveryPolicy(timeout_s=5.0))
-    async with world() as swarm:
-        node = await swarm.start("old", ALL_BLOCKS)
-        async with swarm.client(policy) as (router, _):
-            rng = random.Random(4)
+    async with pairs_of_servers() as swarm:
+        async with swarm.client() as (router, _):
+            client, rng = SwarmPasses(router.finder, Codec.RAW), random.Random(4)
             given = [1], exact_input(rng, 1), drawn_adapter(rng)
-            with pytest.raises(SessionLost, match="'dropout', which is required"):
-                await SwarmPasses(router.finder, Codec.RAW).outputs(ALL_BLOCKS, *given, dropout=drawn_dropout(rng, 1))
-            with pytest.raises(NoRoute, match=r"too old for adapters and lora_dropout .* with lora_dropout=0"):
-                await SwarmPasses(router.finder, Codec.RAW).outputs(ALL_BLOCKS, *given, dropout=drawn_dropout(rng, 1))
-        assert not node.worker.executor.forwards
+            for _ in range(2):
+                began_s = trio.current_time()
+                with pytest.raises(NoRoute, match=TOO_OLD):
+                    await client.outputs(ALL_BLOCKS, *given, dropout=drawn_dropout(rng, 1))
+                assert trio.current_time() < began_s + 1
+            await client.outputs(ALL_BLOCKS, *given)
+            began_s = trio.current_time()
+            with pytest.raises(NoRoute, match=TOO_OLD):
+                await client.outputs(ALL_BLOCKS, *given, dropout=drawn_dropout(rng, 1))
+            assert trio.current_time() < began_s + 1
+            monkeypatch.setitem(EXTENSIONS, Pass, EXTENSIONS[Pass] - {ALONE})
+            with pytest.raises(SessionLost, match="'alone', which is required"):
+                await client.outputs(ALL_BLOCKS, *given[:2], deterministic=True)
+            assert trio.current_time() < began_s + 2
+        assert any(node.worker.executor.forwards for node in swarm.nodes.values())
+
+
+@simulated
+async def test_beside_servers_of_before_dropout_a_client_waits_for_one_that_has_computed_and_is_gone() -> None:
+    def of_before(_peer: PeerId, frame: Frame) -> list[Frame]:
+        is_answer = frame.type in {FrameType.EVALUATED, FrameType.GRADIENT}
+        return [refusal_of(frame, RefusalCode.UNKNOWN_EXTENSION, DROPOUT)] if is_answer else [frame]
+
+    async with world() as swarm:
+        (await swarm.start("old", ALL_BLOCKS)).network.tamper = of_before
+        await swarm.start("new", ALL_BLOCKS)
+        await trio.sleep(10)  # both are known
+        async with swarm.client() as (router, _):
+            client, rng = SwarmPasses(router.finder, Codec.RAW), random.Random(4)
+            given = [1], exact_input(rng, 1), drawn_adapter(rng)
+            dropout = drawn_dropout(rng, 1)
+            output, _ = await client.outputs(ALL_BLOCKS, *given, dropout=dropout)
+            for connection in router.finder.pool.living():
+                connection.knows_dropout = connection.peer != swarm.nodes["old"].peer
+            await swarm.stop("new")
+
+            async def restart() -> None:
+                await trio.sleep(12)
+                await swarm.start("new", ALL_BLOCKS)
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(restart)
+                assert (await client.outputs(ALL_BLOCKS, *given, dropout=dropout))[0] == output

@@ -19,7 +19,7 @@ from llmnode.core.peers.standing import new_tuple
 from llmnode.core.route import NoRoute, find_detour
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Set
+    from collections.abc import Collection, Mapping, Sequence, Set
 
     from llmnode.core.announcement import Announcement
     from llmnode.core.ids import PeerId
@@ -40,6 +40,8 @@ class PassRoutes:
     def __init__(self, finder: PeerFinder) -> None:
         self.loads = PassLoads()
         self.finder = finder
+        self.computed: set[tuple[Sequence[str], int]] = set()
+        """The needs of passes that servers have computed, with each block: at most a few times the number of blocks."""
         self._kept: dict[PeerId, tuple[Announcement, Holder]] = {}
         self._until_s = -math.inf
         self._has_looked = False

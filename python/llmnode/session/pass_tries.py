@@ -40,6 +40,12 @@ class PassTries:
         self._policy = finder.policy
         self._failures = self._none_failed()
         self._unable: set[PeerId] = set()
+        self._outdated: set[PeerId] = set()
+        """Those of them that are too old for the pass."""
+        needed = ("deep prompts", given.prompts), ("adapters", given.adapter), ("lora_dropout", has_dropout)
+        self._needs = tuple(name for name, is_needed in needed if is_needed)
+        self._asked = range(0)
+        """The blocks of the hop that was found last."""
 
     @property
     def unfit(self) -> set[PeerId]:
@@ -58,12 +64,14 @@ class PassTries:
             except NoRoute as absence:
                 self._begin_deadline()
                 if hurry:  # every peer has been asked
+                    self._check_age(absence)
                     self._failures.check_agreement(trio.current_time())
                     await self._wait_changed(absence)
                 hurry = not hurry
             except PeerError as error:
                 self.failed(error)
             else:
+                self._asked = range(route[0].span.start, route[0].span.end)
                 return route[0].span, connections[route[0].peer], load
 
     def goes_elsewhere(self, load: PassLoad, span: Span, weight: int) -> bool:
@@ -79,6 +87,8 @@ class PassTries:
         self._failures.note_uncomputed(error, self._finder, trio.current_time())
         if error.peer is not None and _never_will(error):
             self._unable.add(error.peer)
+            if isinstance(error, PeerRefused) and error.code == RefusalCode.UNKNOWN_EXTENSION:
+                self._outdated.add(error.peer)
         self._failures.add_try(took_s, failed=True)
         self._begin_deadline()
         if trio.current_time() >= self._failures.deadline_s:
@@ -86,6 +96,7 @@ class PassTries:
 
     def worked(self) -> None:
         """A server has answered."""
+        self._routes.computed |= {(self._needs, block) for block in self._asked}
         self._failures.got_through(self._finder)
         self._failures = self._none_failed()
         self._unable.clear()
@@ -99,15 +110,28 @@ class PassTries:
         lacks_dropout = self._has_dropout and not connection.knows_dropout
         return lacks_adapters or lacks_dropout or (bool(self._given.prompts) and not connection.knows_prompts)
 
+    def _check_age(self, absence: NoRoute) -> None:
+        """Raise at once if some of the missing blocks are only at servers that are too old: nobody will be back.
+
+        If passes like this one have come through these blocks before, other servers may be back.
+        """
+        old = self._outdated | {each.peer for each in self._finder.pool.living() if self._is_too_old(each)}
+        of_old, of_others = set[int](), set[int]()
+        for each in self._finder.holders():
+            held = of_old if each.peer in old else of_others
+            held.update(range(each.offer.span.start, each.offer.span.end))
+        missing = {block for span in absence.missing for block in range(span.start, span.end)}
+        if any((self._needs, block) not in self._routes.computed for block in missing & of_old - of_others):
+            explained = self._explained(absence)
+            raise SessionLost(self._failures.causes) if explained is absence else explained
+
     def _explained(self, absence: NoRoute) -> NoRoute:
         """The same, with what the pass needs if servers that are connected do not know it."""
         too_old = sum(map(self._is_too_old, self._finder.pool.living()))
         if not too_old:
             return absence
-        given, has_dropout = self._given, self._has_dropout
-        needed = ("deep prompts", given.prompts), ("adapters", given.adapter), ("lora_dropout", has_dropout)
-        needs = " and ".join(name for name, is_needed in needed if is_needed)
-        instead = ", or train with lora_dropout=0" if has_dropout else ""
+        needs = " and ".join(self._needs)
+        instead = ", or train with lora_dropout=0" if self._has_dropout else ""
         hint = f"{too_old} of the servers are too old for {needs} in passes: update llmnode there{instead}"
         return NoRoute(absence.missing, hint=hint)
 

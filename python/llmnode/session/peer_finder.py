@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from llmnode.core.address_groups import announced_group
+from llmnode.core.announcement import PeerState
 from llmnode.core.peers.absence import explain_absence
 from llmnode.core.peers.ways import believed_ways
 from llmnode.core.route import Hop, Route, cost_s, fastest, find_detour, find_route
@@ -330,6 +331,16 @@ class PeerFinder:
     def good(self) -> Sequence[Announcement]:
         """Those that have not failed lately, in a random order."""
         return self.records.good(self._candidates())
+
+    def holders(self) -> list[Announcement]:
+        """All that announce blocks of the model, whether or not they can be used now, without those that have left."""
+        profile = self.model.profile
+        return [
+            each
+            for each in self.swarm.view.announcements()
+            if (each.offer.profile == profile or each.offer.computes(profile))
+            and each.offer.state is not PeerState.LEFT
+        ]
 
     def _candidates(self, positions: int = 0) -> list[Announcement]:
         """The same as `_usable` in a random order: clients take different ones of equal peers."""
