@@ -24,11 +24,12 @@ from llmnode.core.policy import LinkPolicy, ProbePolicy
 from llmnode.core.route import uncovered
 from llmnode.core.speed import ComputeSpeed, NetworkSpeed, announced_speed
 from llmnode.core.view import online
-from llmnode.errors import ConfigError, PeerError
+from llmnode.errors import ConfigError, PeerError, PeerUnreachable
 from llmnode.machine.resident import resident_bytes
+from llmnode.net.addresses import parse_peer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from llmnode.core.forecast import SessionForecast, SwarmForecast
     from llmnode.core.model import ModelInfo
@@ -60,6 +61,13 @@ class OwnNode:
     """The keys and values of all these positions."""
     base_bytes: int = 0
     """The memory of the program itself."""
+    relay_s: float = 0.0
+    """The round trip to the nearest relay through which others reach it; 0 if they reach it directly."""
+
+    @property
+    def near_s(self) -> float:
+        """The round trip of a client on this machine, which goes through the relay as those of others do."""
+        return 2 * self.relay_s or NEAR_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +131,8 @@ class Plan:
         return Announcement(PeerId("this node"), (), 0, 0, "", offer)
 
     def _forecast(self, servers: Sequence[Announcement], client: ClientPlace) -> SwarmForecast:
-        """A client on this machine: it is near to a server here."""
-        here = {PeerId("this node"): NEAR_S, PeerId("another such node"): NEAR_S}
+        """A client on this machine: it is near to a server here, unless that is reached through a relay."""
+        here = dict.fromkeys((PeerId("this node"), PeerId("another such node")), self.node.near_s)
         client = replace(client, round_trips_s={**client.round_trips_s, **here})
         return forecast(self.model, servers, client, self.prompt_tokens)
 
@@ -156,11 +164,12 @@ async def make_plan(
         kv_tokens, weights_bytes = worker.kv_tokens, source.tensor_bytes
         await source.drop()
         report("measuring the network")
-        network = await measure_network(swarm, next_hops(model, span, swarm))
-        round_trips_s = await _round_trips(swarm, servers)
+        relay_s = await _nearest_relay_s(swarm, config.relays)
+        network = await measure_network(swarm, next_hops(model, span, swarm), config.relays)
+        round_trips_s = await _round_trips(swarm, {each.peer: each.addresses for each in servers[:ASKED]})
         token_s, kv_token_bytes = await trio.to_thread.run_sync(_time_ends, config, model, abandon_on_cancel=True)
     kv_bytes = kv_tokens * kv_token_bytes * len(span)
-    node = OwnNode(span, compute, network, weights_bytes, kv_tokens, kv_bytes, base_bytes)
+    node = OwnNode(span, compute, network, weights_bytes, kv_tokens, kv_bytes, base_bytes, relay_s)
     return Plan(model, servers, node, ClientPlace(round_trips_s, token_s, network.upload_bytes_per_s), prompt_tokens)
 
 
@@ -169,20 +178,28 @@ def _servers(model: ModelInfo, swarm: Swarm) -> list[Announcement]:
     return [each for each in online(swarm.view.of_model(model.digest)) if each.offer.profile == model.profile]
 
 
-async def _round_trips(swarm: Swarm, servers: Sequence[Announcement]) -> dict[PeerId, float]:
-    """Between this machine and those of the servers that answer in time."""
+async def _nearest_relay_s(swarm: Swarm, relays: Sequence[str]) -> float:
+    """The round trip to the nearest of the `relays`; 0 without any. Raises PeerUnreachable if none answers."""
+    found = await _round_trips(swarm, {PeerId(str(parse_peer(each).peer_id)): [each] for each in relays})
+    if relays and not found:
+        raise PeerUnreachable(f"no relay answers of {', '.join(relays)}: name one that `llmnode relay` started")
+    return min(found.values(), default=0.0)
+
+
+async def _round_trips(swarm: Swarm, peers: Mapping[PeerId, Sequence[str]]) -> dict[PeerId, float]:
+    """Between this machine and those of the `peers` at these addresses that answer in time."""
     from llmnode.swarm.probing import measure_round_trip
 
     policy, found = ProbePolicy(), dict[PeerId, float]()
 
-    async def measure(each: Announcement) -> None:
+    async def measure(peer: PeerId, addresses: Sequence[str]) -> None:
         with suppress(PeerError, ConfigError), trio.move_on_after(policy.connect_s + policy.answer_s):
-            connection = (await swarm.connect(each.addresses)).best
-            found[each.peer] = await measure_round_trip(connection, policy)
+            connection = (await swarm.connect(addresses)).best
+            found[peer] = await measure_round_trip(connection, policy)
 
     async with trio.open_nursery() as nursery:
-        for each in servers[:ASKED]:
-            nursery.start_soon(measure, each)
+        for peer, addresses in peers.items():
+            nursery.start_soon(measure, peer, addresses)
     return found
 
 
@@ -229,6 +246,7 @@ def as_json(plan: Plan) -> dict[str, Any]:  # Any: JSON
             "kv_tokens": node.kv_tokens,
             "kv_bytes": node.kv_bytes,
             "base_bytes": node.base_bytes,
+            "relay_round_trip_us": round(1e6 * node.relay_s) or None,
         },
         "round_trips_us": {peer: round(1e6 * each) for peer, each in plan.client.round_trips_s.items()},
         "without": swarm_json(plan.without),

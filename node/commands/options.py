@@ -266,14 +266,14 @@ def add_announce(parser: Parser) -> None:
     )
 
 
-def add_relay(parser: Parser) -> None:
+def add_relay(parser: Parser, then: str = "they are announced, its own addresses only with --announce") -> None:
     parser.add_argument(
         "--relay",
         nargs="+",
         default=[],
         metavar="ADDRESS",
         help="relays for a node behind a NAT, through which others reach it (`llmnode relay`, or any circuit relay v2 "
-        "that permits it); they are announced, its own addresses only with --announce",
+        f"that permits it); {then}",
     )
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from llmnode.core.speed import SHARED_SESSIONS
 from llmnode.core.texts.visible import printable
 from llmnode.machine.cache_folder import show_bytes
 from llmnode.node.commands.joining import FIND, add_mdns, add_peers, swarm_to_join
-from llmnode.node.commands.options import add_blocks, add_command, add_worker, at_least_one, worker_config
+from llmnode.node.commands.options import add_blocks, add_command, add_relay, add_worker, at_least_one, worker_config
 from llmnode.node.status_lines import Telling, terminal
 from llmnode.node.terminal import show, show_json
 
@@ -32,6 +33,7 @@ def add(commands: Commands) -> None:
         "  llmnode plan                                     (the swarm of this network)\n"
         "  llmnode plan INVITE                              (as `llmnode invite` or `llmnode serve` printed it)\n"
         "  llmnode plan FOLDER --peers ADDRESS --blocks 8 --quant int8\n"
+        "  llmnode plan --peers RELAY --relay RELAY         (behind a NAT: the address that `llmnode relay` printed)\n"
         "  llmnode plan --peers ADDRESS --prompt-tokens 1000 --json\n\n"
         "it loads the blocks and measures them as `llmnode serve` would, sends probes to servers of the swarm (some\n"
         "600 kB each, to three of them), and serves nothing; one session is that of a client on this machine",
@@ -40,6 +42,7 @@ def add(commands: Commands) -> None:
     add_worker(parser)
     add_peers(parser, "servers or relays of the swarm", invite=False)
     add_mdns(parser, FIND)
+    add_relay(parser, "the forecast then has the way through the nearest one, until a direct way is found")
     parser.add_argument(
         "--prompt-tokens",
         type=int,
@@ -56,9 +59,10 @@ def run(arguments: argparse.Namespace) -> int:
     from llmnode.node.stopping import run_async
 
     prompt_tokens = at_least_one(arguments.prompt_tokens, "--prompt-tokens")
-    config = worker_config(arguments)
+    config = replace(worker_config(arguments), relays=arguments.relay)
     check(config)
-    way_in = swarm_to_join(arguments, config.way_in())
+    named = config.way_in()
+    way_in = swarm_to_join(arguments, replace(named, peers=(*named.peers, *arguments.relay)))
     with Telling(terminal()) as telling:
         plan = run_async(make_plan, config, way_in, prompt_tokens, telling.tell)
     if arguments.json:
@@ -81,6 +85,8 @@ def _lines(plan: Plan) -> Iterator[str]:
         yield f"  sends     {upload / model.row_bytes:.1f} tokens/s ({upload / 1e6:.2f} MB/s)"
     else:
         yield "  sends     not measured: no server of the swarm took a probe, and so it counts as slow"
+    if node.relay_s:
+        yield f"  relay     {1e3 * node.relay_s:.1f} ms there and back: steps go through it until a direct way is found"
     yield ""
     yield f"{'':26}{'without it':>14}{'with it':>14}"
     of_swarm = f"swarm, {SHARED_SESSIONS} sessions a server"

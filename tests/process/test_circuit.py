@@ -68,9 +68,21 @@ def test_a_session_goes_through_relays_and_outlives_one(
     assert model["holes"] == []
     assert [server["relayed"] for server in model["servers"]] == [True, True]
     assert model["servers"][0]["results_pushed"] > 0, "from server to server, through a relay"
+    check_plan(addresses[1])
     servers[0].process.send_signal(signal.SIGUSR1)
     readout = next_event(servers[0], "readout")
     assert 0 <= readout["relayed"] <= readout["links"]
+
+
+def check_plan(relay: str) -> None:
+    """A machine behind a NAT sees what it would give with the way through its relay."""
+    done = in_process.llmnode("plan", "--blocks", "0:1", "--threads", "1", "--relay", relay, "--json")
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(done.stdout)
+    assert (plan["servers"], plan["missing"]) == (2, []), "the relay introduces them"
+    node = plan["node"]
+    assert node["relay_round_trip_us"] > 0
+    assert node["upload_bytes_per_s"] > 0, "to the relay"
 
 
 def test_who_is_reached_through_no_relay_says_so(start: Callable[..., Child], tmp_path: Path) -> None:  # noqa: F811
