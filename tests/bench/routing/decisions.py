@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, cast
 
 import trio
 
+from bench.kit.report import spread
 from bench.placement.swarms import BLOCKS, large_swarm
 from llmnode.core.announcement import Announcement, Offer, PeerState, SignedAnnouncement, SignedBody
 from llmnode.core.ids import PeerId
@@ -25,13 +26,13 @@ from llmnode.session.reaching import RoundTrip
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from bench.kit.report import Row
+    from bench.kit.report import Row, Spread
     from llmnode.core.placement.servers import PlacedServer
     from llmnode.swarm.membership import Swarm
     from llmnode.swarm.pool import ConnectionPool
 
 MODEL = ModelInfo("m", bytes(32), BLOCKS, hidden_size=1024, context_tokens=4096)
-REPEATS = 7
+REPEATS = 15
 POSITIONS = 64
 WEIGHT = 256
 """That of a pass of this number of positions."""
@@ -54,7 +55,7 @@ def decision_row(number: int) -> Row:
         "those kept for microbatches, ms": lambda: routes._look(WEIGHT, trio.current_time()),
         "a microbatch, ms": lambda: routes._best(Span(0, BLOCKS), (), WEIGHT),
     }
-    return {"topology": f"{number} servers", **{name: _least_ms(part) for name, part in parts.items()}}
+    return {"topology": f"{number} servers", **{name: _times_ms(part) for name, part in parts.items()}}
 
 
 def _finder(announcements: list[Announcement], rng: random.Random) -> PeerFinder:
@@ -80,10 +81,11 @@ def _announced(server: PlacedServer, servers: list[PlacedServer], rng: random.Ra
     return Announcement(server.peer, (address,), 0, 45_000, "llmnode/1", offer)
 
 
-def _least_ms(decide: Callable[[], object]) -> float:
+def _times_ms(decide: Callable[[], object]) -> Spread:
+    """The processor time of several decisions."""
     taken_ms = []
     for _ in range(REPEATS):
         began_s = time.process_time()
         decide()
         taken_ms.append(1e3 * (time.process_time() - began_s))
-    return min(taken_ms)
+    return spread(taken_ms)

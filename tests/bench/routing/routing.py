@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from bench.kit.options import add_repeats, add_thin, add_tokens
 from bench.kit.proxy import open_proxies
-from bench.kit.report import Report, at_most, below
+from bench.kit.report import Report, Spread, at_most, below
 from bench.plan.fleet import start_fleet
 from bench.routing.beam import beam_route
 from bench.routing.decisions import decision_row
@@ -173,4 +173,11 @@ def _aims(outcomes: Sequence[_Outcome], decisions: Sequence[Row]) -> Iterator[Ai
         of_best = [each.of_best(name) for each in outcomes]
         yield at_most(f"{name}, of the best route: median", statistics.median(of_best), MOST_WORSE)
         yield at_most(f"{name}, of the best route: worst", max(of_best), MOST_WORSE)
-    yield below(f"a choice among {LARGE[0]} servers, ms", float(str(decisions[0]["a decision, ms"])), MOST_DECISION_MS)
+    yield decision_aim(decisions[0])
+
+
+def decision_aim(row: Row) -> Aim:
+    """The aim of a choice, by the median: what most choices take, and not the fastest one."""
+    taken_ms = row["a decision, ms"]
+    assert isinstance(taken_ms, Spread)
+    return below(f"a choice among {LARGE[0]} servers, ms (median)", taken_ms.median, MOST_DECISION_MS)

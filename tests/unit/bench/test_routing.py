@@ -8,7 +8,9 @@ from itertools import permutations, product
 
 import pytest
 
+from bench.kit.report import Spread
 from bench.routing.beam import beam_route
+from bench.routing.routing import decision_aim
 from bench.routing.topologies import BLOCKS, CLIENT_HOST, FEWEST_ROUTES, MOST_ROUTES, all_routes, draw_topology
 from llmnode.core.ids import PeerId
 from llmnode.core.route import Hop, HopCost, find_route
@@ -76,3 +78,8 @@ def test_places_are_at_most_200_ms_apart_and_hosts_differ() -> None:
         places = [topology.client, *topology.places]
         assert all(0 <= one.one_way_s(other) <= 0.21 for one in places for other in places if one is not other)
         assert len({CLIENT_HOST, *(server.host for server in topology.fleet)}) == len(places)
+
+
+def test_the_time_of_a_choice_is_judged_by_the_median() -> None:
+    assert not decision_aim({"a decision, ms": Spread(10.5, 8.0, 11.0, 15)}).holds
+    assert decision_aim({"a decision, ms": Spread(9.5, 9.0, 30.0, 15)}).holds
