@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from llmnode.core.address_groups import announced_group
-from llmnode.core.bounded_store import in_turn
+from llmnode.core.peers.whereabouts import in_turns
 from llmnode.core.policy import RoutePolicy
 from llmnode.errors import ConfigError, PeerError
 from llmnode.node.status import ServerReport, by_model
@@ -61,9 +60,8 @@ async def look_at(pool: ConnectionPool, swarm: Swarm, most_s: float = ASKED_FOR_
             await describe(each)
 
     announcements = swarm.view.announcements()
-    known = {each.peer: each for each in announcements}
-    groups = {each.peer: announced_group(each.addresses[0]) or "" for each in announcements if each.addresses}
-    waiting = iter([known[peer] for peer in in_turn(groups, len(groups), random.Random())])
+    shuffled = random.sample(announcements, len(announcements))
+    waiting = iter(in_turns([each for each in shuffled if each.addresses], swarm.met_in()))
     with trio.move_on_after(most_s):
         async with trio.open_nursery() as nursery:
             for _ in range(ASKED_AT_ONCE):

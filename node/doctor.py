@@ -317,11 +317,11 @@ async def _check_swarm(doctor: Doctor, addresses: Sequence[str], model: ModelInf
             if model is None or blocker_of(clocks):  # with such a clock a view stays empty
                 return
             doctor.found(*check_identities(swarm.view.announcements()))
-            found = check_coverage(swarm.view.announcements(), model, doctor.config.wish)
+            found = check_coverage(swarm.view.announcements(), model, doctor.config.wish, swarm.met_in())
             if found.verdict != OK:
                 doctor.working("asking the directory")
                 await swarm.look_up(model.digest)
-                found = check_coverage(swarm.view.announcements(), model, doctor.config.wish)
+                found = check_coverage(swarm.view.announcements(), model, doctor.config.wish, swarm.met_in())
             doctor.found(found)
     except PeerError as error:
         doctor.found(Finding("peers", BLOCKER, f"no peer tells what it knows of its swarm: {error}", PEERS_FIX))

@@ -59,9 +59,14 @@ def check_clocks(offsets_ms: Mapping[PeerId, int], tolerated_s: float) -> list[F
     return [*findings, Finding("clock", OK, f"within {largest_ms} ms of the clocks of {right} peers; {limit}")]
 
 
-def check_coverage(announcements: Sequence[Announcement], model: ModelInfo, wish: PrecisionWish) -> Finding:
-    """Does the swarm hold this model, and all of it? No blocker: it may wait for us."""
-    served = served_precisions(model, online(announcements), wish)
+def check_coverage(
+    announcements: Sequence[Announcement], model: ModelInfo, wish: PrecisionWish, met: Mapping[PeerId, str]
+) -> Finding:
+    """Does the swarm hold this model, and all of it? No blocker: it may wait for us.
+
+    `met` are the address groups of the peers that have answered.
+    """
+    served = served_precisions(model, online(announcements), wish, met)
     if served and served[0].is_whole:
         text = f"the swarm has all {model.blocks} blocks in {served[0].precision.name}, at {served[0].servers} servers"
         return Finding("peers", OK, text)

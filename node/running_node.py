@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
+from llmnode.core.peers.whereabouts import in_turns
 from llmnode.core.policy import ReachPolicy
 from llmnode.net.addresses import CIRCUIT
 
@@ -87,6 +89,8 @@ class RunningNode:
         return await self.network.look(addresses, ReachPolicy())
 
     def _direct_peers(self) -> list[str]:
-        others = (each for each in self.swarm.view.announcements() if each.peer != self.peer)
-        of_others = (address for each in others for address in each.addresses[:1])
+        """First those that the user has named. The others are strangers: address groups have turns."""
+        announced = self.swarm.view.announcements()
+        others = [each for each in random.sample(announced, len(announced)) if each.peer != self.peer]
+        of_others = (address for each in in_turns(others, self.swarm.met_in()) for address in each.addresses[:1])
         return [each for each in (*self.swarm.contacts, *of_others) if CIRCUIT not in each]

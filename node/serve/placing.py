@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from llmnode.core.announcement import PeerState
@@ -9,10 +10,11 @@ from llmnode.core.model import AUTO
 from llmnode.core.placement.claims import before_moves, counted, of_weights
 from llmnode.core.placement.joining import choose_span
 from llmnode.core.placement.policy import RebalancePolicy
-from llmnode.core.placement.precisions import served_precisions
 from llmnode.core.placement.servers import block_speeds
+from llmnode.core.policy import RoutePolicy
 from llmnode.core.span import Span, parse_span
 from llmnode.core.view import online
+from llmnode.swarm.backers import Backers
 
 if TYPE_CHECKING:
     from llmnode.core.model import ModelInfo, Precision, PrecisionWish
@@ -33,14 +35,16 @@ async def choose_blocks(blocks: str, model: ModelInfo, source: WorkerSource, swa
 async def choose_precision(wish: PrecisionWish, model: ModelInfo, swarm: Swarm) -> Precision:
     """The one that the swarm has, or nearly has, for the model, of those that `wish` allows; else that of `model`.
 
-    So a newcomer completes what clients can use soonest, and does not begin another half of a model.
+    So a newcomer completes what clients can use soonest, and does not begin another half of a model. Servers are asked
+    whether they answer, if several precisions are announced: a stranger would decide otherwise.
     """
     if not swarm.view.of_model(model.digest):
         await swarm.look_up(model.digest)
     known = swarm.view.of_model(model.digest)
     joining = [each for each in known if each.offer.state is PeerState.JOINING]
     for servers in (online(known), joining):
-        if served := served_precisions(model, servers, wish):
+        backers = Backers(model, wish, swarm, partial(list, servers))
+        if served := await backers.decided(RoutePolicy().connect_timeout_s):
             return served[0].precision
     return model.precision
 

@@ -11,6 +11,7 @@ import trio
 from llmnode.core.announcement import Announcement, Offer, PeerState
 from llmnode.core.ids import PeerId
 from llmnode.core.model import Precision, Profile
+from llmnode.core.peers.whereabouts import groups_of
 from llmnode.core.policy import LinkPolicy, PoolPolicy, RoutePolicy
 from llmnode.core.span import Span
 from llmnode.errors import PeerUnreachable
@@ -126,10 +127,11 @@ def announced_at(address: str) -> Announcement:
 @simulated
 async def test_addresses_that_drop_everything_are_counted_although_no_session_waits_for_them(measures: bool) -> None:
     async with dialling() as (_, _, pool):
-        reaching, announced = Reaching(pool, RoutePolicy(unreached_of_all=0.0)), announced_at(HOLE)
+        reaching = Reaching(pool, RoutePolicy(unreached_of_all=0.0), dict)
+        announced = announced_at(HOLE)
         if measures:
             reaching.measure_some([], [announced])
         else:
             reaching.warm_some([announced])
         await trio.sleep(2 * LinkPolicy().dial_timeout_s)
-        assert reaching.doubt_s(announced) > 0
+        assert reaching.doubt_s(groups_of(announced, {})) > 0

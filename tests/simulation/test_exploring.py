@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import trio
+import trio.testing
 
 from llmnode.core.policy import ClientPolicy, LinkPolicy, StandingPolicy, TrialPolicy
 from llmnode.core.span import Span
@@ -66,3 +67,29 @@ async def test_a_faster_newcomer_is_found(seed: int) -> None:
             await timed_session(client)
             await timed_session(client)
             assert [hop.peer for hop in client.router.route] == [fast.peer]
+
+
+@pytest.mark.parametrize("seed", seeds(3))
+@simulated
+async def test_identities_at_one_address_have_one_turn_of_the_trials_whatever_they_announce(seed: int) -> None:
+    """A faster newcomer is found in the first two trials, beside eight that name addresses of others first."""
+    policy = replace(ALWAYS, trials=replace(TrialPolicy(), explored=2))
+    async with open_world(seed, conditions=Conditions(delay_s=0.02), link_policy=LinkPolicy()) as world:
+        slow = await world.start("0a", ALL_BLOCKS, said_us=20_000)
+        slow.worker.slower_by_s = 0.12
+        async with world.client(policy) as client:
+            await timed_session(client, PROVES)
+            silent = Silent(8, 1, ALL_BLOCKS, 1, FrameType.OPENED)
+            async with HostilePlan((silent,)).upon(world):
+                for number, name in enumerate(silent.names):
+                    await trio.testing.wait_all_tasks_blocked()
+                    node = world.nodes[name]
+                    node.network.claimed_hosts = [f"7.7.{number}.7", silent.host(number)]
+                    node.role.announce()
+                fast = await world.start("0b", ALL_BLOCKS, said_us=100)
+                view = client.router.swarm.view
+                while not (fast.peer in view and sum(len(each.addresses) > 1 for each in view.announcements()) == 8):
+                    await client.router.finder.wait_changed()
+                await timed_session(client)
+                await timed_session(client)
+                assert [hop.peer for hop in client.router.route] == [fast.peer]

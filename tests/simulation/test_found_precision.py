@@ -14,6 +14,7 @@ from llmnode.core.model import EXACT, PRECISIONS, PrecisionWish, wish_named
 from llmnode.core.policy import ClientPolicy, LinkPolicy, RoutePolicy
 from llmnode.core.span import Span
 from llmnode.errors import NoRoute, PeerError, single_error
+from llmnode.node.serve.placing import choose_precision
 from llmnode.session.found_precision import find_router
 from llmnode.testing import peer_named
 from llmnode.wire.frame import Frame, FrameType
@@ -161,6 +162,42 @@ async def test_many_identities_at_one_address_do_not_outweigh_servers_at_two(cap
         assert router.finder.model.precision.name == "bfloat16"
         assert "too few servers of float32 answer at different addresses: name it" in caplog.text
         assert (await found(swarm, wish_named("float32"))).finder.model.precision == EXACT
+
+
+@simulated
+async def test_identities_behind_relays_have_one_vote_whatever_the_relays() -> None:
+    """A stranger may have a reservation at each relay of a swarm."""
+    async with world() as swarm:
+        for name in ("one", "two"):
+            await start(swarm, name, "bfloat16")
+        for number in range(5):
+            peer = peer_named(f"sybil {number}")
+            swarm.internet.locate(peer, f"7.7.{number}.1")
+            swarm.internet.relay(peer_named("client"), peer)
+            await start(swarm, f"sybil {number}", "float32")
+        assert (await found(swarm, ANY)).finder.model.precision.name == "bfloat16"
+
+
+@simulated
+async def test_a_newcomer_joins_the_precision_of_servers_that_answer() -> None:
+    """Inventions of float32, which is preferred, claim an address group each."""
+    async with world() as swarm:
+        for name in ("one", "two", "newcomer"):
+            await start(swarm, name, "bfloat16")
+        for number in range(5):
+            await start(swarm, f"sybil {number}", "float32")
+            sybil = swarm.nodes[f"sybil {number}"]
+            sybil.network.claimed_hosts = [f"7.7.{number}.1"]
+            sybil.role.announce()
+        newcomer = swarm.nodes["newcomer"]
+        said = {node.peer for node in swarm.nodes.values() if node.network.claimed_hosts}
+        view = newcomer.swarm.view
+        while said != {each.peer for each in view.announcements() if each.addresses[0].startswith("/ip4/7.7")}:
+            await newcomer.swarm.wait_changed()
+        for number in range(5):
+            swarm.kill(f"sybil {number}")
+        await trio.sleep(LinkPolicy().silence_s + 1)
+        assert (await choose_precision(ANY, swarm.model, newcomer.swarm)).name == "bfloat16"
 
 
 @simulated

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from llmnode.core.ids import SessionId
+from llmnode.core.peers.whereabouts import NOWHERE
 from llmnode.core.policy import ClientPolicy, RoutePolicy
 from llmnode.core.span import Span
 from llmnode.session.reaching import Reaching
@@ -75,9 +76,9 @@ async def test_a_link_that_was_opened_to_measure_ends_and_its_server_counts_as_r
         doubted = [each for each in finder.swarm.view.announcements() if each.peer not in used]
         costs = finder.records.costs(doubted)
         for _ in range(20):
-            finder.reaching._unreached.note(None, trio.current_time())
+            finder.reaching._unreached.note({NOWHERE}, trio.current_time())
         assert finder.records.costs(doubted) == costs, "others that cannot be reached do not count against it"
-        assert min(map(finder.reaching.doubt_s, doubted)) > 0
+        assert finder.reaching.doubt_s({NOWHERE}) > 0
 
 
 @simulated
@@ -127,7 +128,7 @@ async def test_few_figures_are_remembered() -> None:
         for number, span in enumerate(SPANS):
             node = await world.start(f"s{number}", span)
         await trio.sleep(5)
-        reaching = Reaching(node.pool, RoutePolicy(round_trips=2, measured_peers=9))
+        reaching = Reaching(node.pool, RoutePolicy(round_trips=2, measured_peers=9), dict)
         reaching.measure_some([], node.swarm.view.announcements())
         await trio.sleep(5)
         assert len(reaching.round_trips_s()) == 2

@@ -28,9 +28,9 @@ class FadingCounts(Generic[Key]):
         self._most = most
         self._counts: OrderedDict[Key, tuple[float, float]] = OrderedDict()  # and when each was counted
 
-    def add(self, key: Key, now_s: float) -> None:
-        """One more."""
-        self._counts[key] = min(self._most, self.of(key, now_s) + 1), now_s
+    def add(self, key: Key, now_s: float, amount: float = 1.0) -> None:
+        """One more, or this part of one."""
+        self._counts[key] = min(self._most, self.of(key, now_s) + amount), now_s
         self._counts.move_to_end(key)
         while len(self._counts) > KEYS or not self.of(next(iter(self._counts)), now_s):
             self._counts.popitem(last=False)

@@ -6,17 +6,18 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from llmnode.core.address_groups import announced_group
 from llmnode.core.errors import ConfigError
 from llmnode.core.ids import ADAPTER_ID_BYTES
+from llmnode.core.peers.whereabouts import votes
 from llmnode.core.route import uncovered
 from llmnode.core.view import online
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from llmnode.core.adapters import AnnouncedAdapter
     from llmnode.core.announcement import Announcement
+    from llmnode.core.ids import PeerId
     from llmnode.core.model import Profile
     from llmnode.core.span import Span
 
@@ -49,10 +50,13 @@ def served_adapters(announcements: Sequence[Announcement]) -> list[ServedAdapter
     return sorted(served, key=lambda each: (each.profile.key, each.adapter.name, each.adapter.digest))
 
 
-def find_adapter(wanted: str, announcements: Sequence[Announcement], profile: Profile) -> ServedAdapter:
+def find_adapter(
+    wanted: str, announcements: Sequence[Announcement], profile: Profile, met: Mapping[PeerId, str]
+) -> ServedAdapter:
     """The adapter for the base of this `profile` whose name or digest, in hexadecimal, is `wanted`.
 
-    Raises ConfigError if nobody announces it, and if several adapters have that name.
+    `met` are the address groups of the peers that have answered. Raises ConfigError if nobody announces it, and if
+    several adapters have that name.
     """
     of_model = [each for each in served_adapters(online(announcements)) if _is_of_model(each, profile)]
     served = [each for each in of_model if each.profile == profile]
@@ -62,7 +66,7 @@ def find_adapter(wanted: str, announcements: Sequence[Announcement], profile: Pr
         by_digest.setdefault(each.adapter.digest.hex(), []).append(each)
     if len(by_digest) > 1:
         # Anyone can announce a name, so the digests that few can have made up are told first.
-        likely = sorted(by_digest, key=lambda digest: (*_doubts(by_digest[digest]), digest))
+        likely = sorted(by_digest, key=lambda digest: (*_doubts(by_digest[digest], met), digest))
         some = ", ".join(likely[:NAMED])
         raise ConfigError(f"servers announce {len(likely)} adapters named {wanted!r}: give one by its digest, {some}")
     if not found:
@@ -93,8 +97,8 @@ def _is_meant(served: ServedAdapter, wanted: str) -> bool:
     return served.adapter.name == wanted
 
 
-def _doubts(alike: Sequence[ServedAdapter]) -> tuple[bool, int]:
-    """Whether the adapter of one digest is missing for some blocks, and minus the address groups that announce it."""
+def _doubts(alike: Sequence[ServedAdapter], met: Mapping[PeerId, str]) -> tuple[bool, int]:
+    """Whether the adapter of one digest is missing for some blocks, and minus the address groups that vote for it."""
     servers = [server for each in alike for server in each.servers]
-    groups = {announced_group(address) for server in servers for address in server.addresses[:1]}
-    return bool(replace(alike[0], servers=tuple(servers)).missing), -len(groups)
+    is_missing = bool(replace(alike[0], servers=tuple(servers)).missing)
+    return is_missing, -len(votes((each.peer for each in servers), met))

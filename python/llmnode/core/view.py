@@ -62,6 +62,8 @@ class View:
         """Peers that others have named, by the address group of the neighbour, the neighbour, and the model."""
         self._met: FairShares[PeerId] = FairShares()
         """Peers that we have met, by their address groups."""
+        self.met_in: dict[PeerId, str] = {}
+        """The address group of each peer of the view that we have met, our contacts too."""
 
     def __len__(self) -> int:
         return len(self._newest)
@@ -110,7 +112,10 @@ class View:
 
     def meet(self, met: Source) -> None:
         """We exchange with this peer ourselves. It may be one that nobody has announced."""
-        if met.peer in self._newest and met.peer not in self._kept:
+        if met.peer not in self._newest:
+            return
+        self.met_in[met.peer] = met.group
+        if met.peer not in self._kept:
             self._heard.remove(met.peer)
             self._met.put(met.peer, (met.group,))
 
@@ -124,6 +129,7 @@ class View:
     def forget(self, peer: PeerId) -> None:
         """Until we hear of it again. Does nothing for a peer that we do not know."""
         self._newest.pop(peer, None)
+        self.met_in.pop(peer, None)
         self._heard.remove(peer)
         self._met.remove(peer)
 

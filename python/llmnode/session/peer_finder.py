@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from llmnode.core.address_groups import announced_group
 from llmnode.core.announcement import PeerState
 from llmnode.core.peers.absence import explain_absence
 from llmnode.core.peers.ways import believed_ways
+from llmnode.core.peers.whereabouts import groups_of
 from llmnode.core.route import Hop, Route, cost_s, fastest, find_detour, find_route
 from llmnode.core.span import Span
 from llmnode.core.view import online
@@ -76,7 +76,7 @@ class PeerFinder:
         self.run = run
         self.others: Sequence[str] = ()
         """The names of other precisions that could have been found instead of that of the model."""
-        self.reaching = Reaching(pool, policy.route)
+        self.reaching = Reaching(pool, policy.route, swarm.met_in)
         self._trials = Trials(model, policy, self.reaching, self.note_served, self.report)
         self.records = PeerRecords(model, policy, pool, swarm, self.reaching, self._trials)
         self._newcomers = Newcomers(model.blocks, policy, self.records.standing, self._trials, self.rng)
@@ -242,12 +242,8 @@ class PeerFinder:
         if not twins:
             raise NoRoute([span])
         costs = self.records.costs(twins)
-        twins.sort(
-            key=lambda each: (
-                any(announced_group(address) in groups for address in each.addresses),
-                costs[each.peer].hop_s,
-            )
-        )
+        met = self.swarm.met_in()
+        twins.sort(key=lambda each: (not groups_of(each, met).isdisjoint(groups), costs[each.peer].hop_s))
         found: list[tuple[Hop, PeerConnection]] = []
         for twin in twins[:MOST_TWINS]:
             hop = Hop(twin.peer, span)

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from llmnode.core.address_groups import announced_group
 from llmnode.core.peers.bans import Bans
 from llmnode.core.peers.broken_promises import BrokenPromises
 from llmnode.core.peers.standing import Standing, candidate_of
 from llmnode.core.peers.suspicion import Suspicion
+from llmnode.core.peers.whereabouts import groups_of
 from llmnode.core.route import HopCost
 from llmnode.session.own_use import OwnUses
 
@@ -110,18 +110,16 @@ class PeerRecords:
             and each.offer.kv_tokens_free < each.offer.in_pages(first)
         }
         has_doubts, dearer = self.broken.has_any or self._reaching.has_doubts, full.union(penalties)
+        met = self._swarm.met_in() if has_doubts else {}
         for each in announcements if has_doubts else [each for each in announcements if each.peer in dearer]:
             peer, doubt_s, wait_s = each.peer, 0.0, self._policy.route.full_cost_s if each.peer in full else 0.0
             if has_doubts and not self.standing.is_proven(peer, now_s):
-                doubt_s = self._doubt_s(each, now_s)
-                wait_s += 0.0 if peer in reached else self._reaching.doubt_s(each)
+                groups = groups_of(each, met)
+                has_computed = self._trials.has_computed(peer, now_s)
+                doubt_s = self.broken.cost_s(groups, now_s, has_computed=has_computed)
+                wait_s += 0.0 if peer in reached else self._reaching.doubt_s(groups)
             if wait_s or doubt_s or peer in penalties:
                 penalty, cost = penalties.get(peer, 1.0), believed[peer]
                 block_s = penalty * cost.block_s + doubt_s / self._model.blocks
                 costs[peer] = HopCost(penalty * cost.hop_s + wait_s, block_s, cost.way_s)
         return believed, costs
-
-    def _doubt_s(self, announcement: Announcement, now_s: float) -> float:
-        """The extra cost of all blocks at a peer that has not proved itself, after others did not serve."""
-        groups = {group for each in announcement.addresses if (group := announced_group(each))}
-        return self.broken.cost_s(groups, now_s, has_computed=self._trials.has_computed(announcement.peer, now_s))

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import trio
 
-from llmnode.core.address_groups import announced_group
 from llmnode.core.peers.unreached import Unreached
+from llmnode.core.peers.whereabouts import groups_of, in_turns
 from llmnode.core.policy import ProbePolicy
 from llmnode.errors import ConfigError, PeerError, PeerTimeout, PeerUnreachable
 from llmnode.swarm.probing import measure_round_trip
@@ -40,8 +40,10 @@ class RoundTrip(NamedTuple):
 class Reaching:
     """For one client."""
 
-    def __init__(self, pool: ConnectionPool, policy: RoutePolicy) -> None:
+    def __init__(self, pool: ConnectionPool, policy: RoutePolicy, met_in: Callable[[], Mapping[PeerId, str]]) -> None:
+        """`met_in` says where peers were met, see `core/peers/whereabouts.py`."""
         self._pool = pool
+        self._met_in = met_in
         self._policy = policy
         self._unreached = Unreached(policy)
         self._measuring: set[PeerId] = set()
@@ -56,9 +58,15 @@ class Reaching:
         """Whether any server costs more because others could not be reached."""
         return self._unreached.has_any
 
-    def doubt_s(self, announcement: Announcement) -> float:
-        """The cost of a server that was never reached, in seconds a token, since others like it could not be."""
-        return self._unreached.cost_s(_group(announcement), trio.current_time())
+    def doubt_s(self, groups: Collection[str]) -> float:
+        """The cost of a server in these address groups that was never reached, in seconds a token, since others could
+        not be.
+        """
+        return self._unreached.cost_s(groups, trio.current_time())
+
+    def in_turns(self, servers: Sequence[Announcement]) -> list[Announcement]:
+        """The same, so that address groups have turns."""
+        return in_turns(servers, self._met_in())
 
     async def reach(self, announcement: Announcement, *, keeps: bool = True) -> PeerConnection:
         """A connection to one server, which `release` ends if nobody `keeps` it. Raises PeerError."""
@@ -102,11 +110,11 @@ class Reaching:
         return connections, errors
 
     def warm_some(self, usable: Sequence[Announcement]) -> None:
-        """Connect to a few others, each of another address group: a stranger's inventions are not met one by one."""
-        living = {each.peer for each in self._pool.living()}
-        others = sorted((each for each in usable if each.peer not in living and each.addresses), key=self.doubt_s)
-        by_group = {_group(each): each for each in reversed(others)}
-        for each in list(reversed(by_group.values()))[: self._policy.tries_beside]:
+        """Connect to a few others, of different address groups: a stranger's inventions are not met one by one."""
+        living, met = {each.peer for each in self._pool.living()}, self._met_in()
+        others = in_turns([each for each in usable if each.peer not in living and each.addresses], met)
+        others.sort(key=lambda each: self.doubt_s(groups_of(each, met)))
+        for each in others[: self._policy.tries_beside]:
             self._pool.start_soon(partial(self._warm, each))
 
     def measure_some(self, first: Collection[PeerId], usable: Sequence[Announcement]) -> None:
@@ -118,7 +126,8 @@ class Reaching:
         known = {*self._measuring, *(peer for peer, each in self._measured.items() if each.measured_s > since_s)}
         wanted = [each for each in usable if each.peer not in known and each.addresses]
         most = max(0, self._policy.measured_peers - len(known.difference(first)))
-        others = (each for each in wanted if each.peer not in first and not self.doubt_s(each))
+        met = self._met_in()
+        others = (each for each in wanted if each.peer not in first and not self.doubt_s(groups_of(each, met)))
         for each in [*(each for each in wanted if each.peer in first), *islice(others, most)]:
             self._measuring.add(each.peer)
             self._pool.start_soon(partial(self._measure, each))
@@ -152,14 +161,9 @@ class Reaching:
                 return await self._pool.connect(announcement.addresses, keeps=keeps)
         except (PeerError, ConfigError, trio.TooSlowError) as error:
             self._measured.pop(announcement.peer, None)
-            self._unreached.note(_group(announcement), trio.current_time())
+            self._unreached.note(groups_of(announcement, self._met_in()), trio.current_time())
             if isinstance(error, PeerError):
                 raise
             if isinstance(error, ConfigError):  # the peer announced it, not the user
                 raise PeerUnreachable(f"announces no usable address: {error}") from error
             raise PeerTimeout(f"no connection in {timeout_s:g} s") from error
-
-
-def _group(announcement: Announcement) -> str | None:
-    """The address group of the peer, or of its relay; None if it names no IP address."""
-    return next((group for each in announcement.addresses if (group := announced_group(each))), None)

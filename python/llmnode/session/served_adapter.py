@@ -45,7 +45,7 @@ async def _find(router: Router, wanted: str) -> ServedAdapter:
 
     def now() -> ServedAdapter:
         usable = [each for each in finder.swarm.view.announcements() if finder.policy.route.may_use(each.peer)]
-        return find_adapter(wanted, usable, finder.model.profile)
+        return find_adapter(wanted, usable, finder.model.profile, finder.swarm.met_in())
 
     try:
         return now()

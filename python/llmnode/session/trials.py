@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from llmnode.core.address_groups import announced_group
 from llmnode.core.ids import Epoch, Step
 from llmnode.core.route import Hop, covers
 from llmnode.core.span import Span
@@ -74,7 +73,7 @@ class Trials:
         self._computed.pop(peer, None)
 
     def begin(self, announced: Sequence[Announcement], most: int | None = None) -> None:
-        """Try the servers that were not tried lately, in tasks: in this order, but each of another group first.
+        """Try the servers that were not tried lately, in tasks: in this order, but address groups have turns.
 
         At most this number of them, by default as many as after a failure (`TrialPolicy`).
         """
@@ -83,11 +82,8 @@ class Trials:
         self._computed = {peer: span for peer, span in self._computed.items() if peer in self._began_s}
         has_kv = (each for each in announced if each.addresses and each.offer.kv_tokens_free)
         fresh = [each for each in has_kv if each.peer not in self._began_s]
-        firsts = {announced_group(each.addresses[0]): each for each in reversed(fresh)}
-        chosen = {each.peer for each in firsts.values()}
-        ordered = [*reversed(firsts.values()), *(each for each in fresh if each.peer not in chosen)]
-        if ordered and not self.is_running:  # what fails meanwhile begins no others, or hostile servers could go on so
-            self._waiting = ordered[: self._policy.most if most is None else most]
+        if fresh and not self.is_running:  # what fails meanwhile begins no others, or hostile servers could go on so
+            self._waiting = self._reaching.in_turns(fresh)[: self._policy.most if most is None else most]
             self.is_running = True
             self._reaching.start_soon(self._run)
 

@@ -26,6 +26,7 @@ from llmnode.core.view import Source, View, is_news
 from llmnode.errors import ConfigError, PeerError, RemoteProtocolError
 from llmnode.swarm.entering import enter
 from llmnode.swarm.former_peers import peer_of
+from llmnode.swarm.peer_connection import source_of
 from llmnode.wire.announcement import (
     checked,
     forms_for,
@@ -173,6 +174,14 @@ class Swarm:
         source = Source(self._network.peer, self._network.peer)
         self._take(sign_announcement(announcement, self._network.sign), source)
 
+    def met_in(self) -> dict[PeerId, str]:
+        """The address groups of the peers that we are connected to, and of those that we have met before."""
+        return self.view.met_in | self.connected_in()
+
+    def connected_in(self) -> dict[PeerId, str]:
+        """The address groups of the peers that we are connected to."""
+        return {each.peer: each.source.group for each in self._pool.living()}
+
     def state_age_s(self, peer: PeerId) -> float:
         """The seconds since we heard that this peer of the view is in its present state."""
         return self.view.state_age_s(peer, self._now_ms())
@@ -279,7 +288,7 @@ class Swarm:
     async def take_news(self, frame: Frame, link: Link) -> None:
         """Believe an unasked NEWS frame, as far as it is signed. Raises RemoteProtocolError."""
         unpack(Clock, frame.meta)
-        await self._merge(unpack_news(frame.payload, self._policy).read(), Source(link.peer, link.group))
+        await self._merge(unpack_news(frame.payload, self._policy).read(), source_of(link))
 
     # Inside
 

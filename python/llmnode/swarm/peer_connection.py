@@ -9,6 +9,7 @@ import trio
 
 from llmnode.core.ids import NO_SESSION, Step
 from llmnode.core.peers.company import Company
+from llmnode.core.peers.whereabouts import RELAYED
 from llmnode.core.texts.visible import printable
 from llmnode.core.view import Source
 from llmnode.errors import (
@@ -72,7 +73,7 @@ class PeerConnection:
     @property
     def source(self) -> Source:
         """The peer, as a source of announcements."""
-        return Source(self._link.peer, self._link.group)
+        return source_of(self._link)
 
     @property
     def relayed(self) -> bool:
@@ -335,6 +336,11 @@ async def open_connection(link: Link) -> AsyncIterator[PeerConnection]:
         finally:
             await connection.end()
             nursery.cancel_scope.cancel()
+
+
+def source_of(link: Link) -> Source:
+    """The peer on the other side of a link, where it counts: see `core/peers/whereabouts.py`."""
+    return Source(link.peer, RELAYED if link.relayed else link.group)
 
 
 def _question(frame: Frame) -> Question:

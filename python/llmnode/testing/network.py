@@ -180,10 +180,13 @@ class MemoryInternet(Medium):
     # The interface for networks
 
     def find(self, address: str) -> MemoryNetwork | None:
-        """The network that listens at `address`."""
+        """The network that listens at `address`, which may be the IP address of its host."""
+        peer = PeerId(address.rpartition("/p2p/")[2])
+        if address.startswith("/ip4/"):
+            return self._networks.get(peer) if address.split("/")[2] == self.host_of(peer) else None
         if not address.startswith("/memory/"):
             raise ConfigError(f"{address!r} is no address in memory")
-        return self._networks.get(PeerId(address.rpartition("/p2p/")[2]))
+        return self._networks.get(peer)
 
     def host_of(self, peer: PeerId) -> str:
         """The IP address of a peer, which need not be there."""
@@ -221,10 +224,12 @@ class MemoryNetwork(Endpoint):
         self._gate = DialGate(internet.policy.dials)
         self._internet = internet
         self._opened, self._accepted = trio.open_memory_channel[MemoryLink](ACCEPT_QUEUE)
+        self.claimed_hosts: list[str] = []
+        """It announces these IP addresses, of which it is at one, if it is reached at all."""
 
     @property
     def addresses(self) -> list[str]:
-        return [f"/memory/p2p/{self.peer}"]
+        return [f"/ip4/{host}/tcp/1/p2p/{self.peer}" for host in self.claimed_hosts] or [f"/memory/p2p/{self.peer}"]
 
     @property
     def key(self) -> bytes:

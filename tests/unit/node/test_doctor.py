@@ -79,13 +79,13 @@ def test_memory_is_for_blocks_with_their_kv(available_mib: int, verdict: str, wo
 
 
 def test_a_swarm_that_holds_all_is_well() -> None:
-    found = check_coverage(_announced(_offer(5, 10), _offer(0, 6), _offer(0, 10, "theirs")), MODEL, PrecisionWish())
+    found = check_coverage(_announced(_offer(5, 10), _offer(0, 6), _offer(0, 10, "theirs")), MODEL, PrecisionWish(), {})
     assert (found.verdict, found.text) == (OK, "the swarm has all 10 blocks in float32, at 2 servers")
 
 
 def test_two_halves_in_two_precisions_are_no_whole() -> None:
     halves = _announced(_offer(0, 5), _offer(4, 10, dtype="float32+int8"))
-    found = check_coverage(halves, MODEL, PrecisionWish())
+    found = check_coverage(halves, MODEL, PrecisionWish(), {})
     assert found.verdict == WARNING
     assert found.text.startswith("float32+int8 lacks blocks [0, 4); float32 lacks blocks [5, 10), and")
 
@@ -114,14 +114,14 @@ def test_two_halves_in_two_precisions_are_no_whole() -> None:
 def test_blocks_that_no_server_has_are_named_and_what_it_has_instead(
     others: list[Offer], missing: str, fix: str
 ) -> None:
-    found = check_coverage(_announced(_offer(0, 3), *others), MODEL, wish_named("float32"))
+    found = check_coverage(_announced(_offer(0, 3), *others), MODEL, wish_named("float32"), {})
     assert found.verdict == WARNING
     assert f"has blocks {missing} of ours in float32" in found.text
     assert found.fix.startswith(fix)
 
 
 def test_models_of_a_swarm_of_strangers_are_not_all_listed() -> None:
-    found = check_coverage(_announced(*(_offer(0, 10, f"theirs{n}") for n in range(1000))), MODEL, PrecisionWish())
+    found = check_coverage(_announced(*(_offer(0, 10, f"theirs{n}") for n in range(1000))), MODEL, PrecisionWish(), {})
     assert len(found.text) < 300
 
 

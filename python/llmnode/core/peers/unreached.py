@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 from llmnode.core.fading import FadingCounts
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from llmnode.core.policy import RoutePolicy
 
 _ALL = "all groups"
@@ -23,11 +25,14 @@ class Unreached:
 
     def __init__(self, policy: RoutePolicy) -> None:
         self._policy = policy
-        self._failures: FadingCounts[str | None] = FadingCounts(policy.unreached_half_life_s, policy.most_unreached)
+        self._failures: FadingCounts[str] = FadingCounts(policy.unreached_half_life_s, policy.most_unreached)
 
-    def note(self, group: str | None, now_s: float) -> None:
-        """A peer that is announced in this address group could not be reached; None if it names no IP address."""
-        self._failures.add(group, now_s)
+    def note(self, groups: Collection[str], now_s: float) -> None:
+        """A peer in these address groups could not be reached. Each has a share of the failure: they are claims, and
+        one announcement could otherwise blame eight groups of others.
+        """
+        for group in groups:
+            self._failures.add(group, now_s, 1 / len(groups))
         self._failures.add(_ALL, now_s)
 
     @property
@@ -35,9 +40,9 @@ class Unreached:
         """Whether anything has failed, and may count still. Otherwise nobody costs more."""
         return len(self._failures) > 0
 
-    def cost_s(self, group: str | None, now_s: float) -> float:
-        """The extra cost of a peer of this group that was never reached, in seconds a token."""
+    def cost_s(self, groups: Collection[str], now_s: float) -> float:
+        """The extra cost of a peer in these groups that was never reached, in seconds a token."""
         policy, of = self._policy, self._failures.of
-        above = max(0.0, of(group, now_s) - policy.unreached_of_group)
+        above = max(0.0, max(of(group, now_s) for group in groups) - policy.unreached_of_group)
         above += max(0.0, of(_ALL, now_s) - policy.unreached_of_all)
         return policy.unreached_cost_s * above

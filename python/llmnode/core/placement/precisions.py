@@ -6,11 +6,12 @@ decide: if servers of two address groups have each block in some precision, one 
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from llmnode.core.address_groups import announced_group
 from llmnode.core.model import Precision, PrecisionWish
+from llmnode.core.peers.whereabouts import groups_of, in_turns
 from llmnode.core.placement.claims import believed, of_weights, said_speeds
 from llmnode.core.placement.policy import RebalancePolicy
 from llmnode.core.placement.servers import PlacedServer, one_speed, throughput
@@ -41,7 +42,7 @@ class ServedPrecision:
     tokens_per_s: float
     """The throughput that its servers claim, as far as that is believed; 0 while blocks are missing or unmeasured."""
     groups: int
-    """Each block has servers of this many address groups, or of more."""
+    """Each block has servers that were met in this many address groups, or in more."""
 
     @property
     def is_whole(self) -> bool:
@@ -53,15 +54,14 @@ def served_precisions(
     model: ModelInfo,
     announcements: Iterable[Announcement],
     wish: PrecisionWish,
-    groups: Mapping[PeerId, str] | None = None,
+    met: Mapping[PeerId, str],
 ) -> list[ServedPrecision]:
     """Every precision that `wish` allows and this version can compute in, in the order in which to try them.
 
     Those that are served whole come first, then those that lack fewer blocks. One that a single address group serves
     comes after those that several serve. Among equals, the one nearest to exact comes first, then those of more
-    throughput. `announcements` are those that count. `groups` are the address groups of the peers that have answered.
-    Without it, each counts for the group of the first address that it announces. The precision of `model` does not
-    matter.
+    throughput. `announcements` are those that count. `met` are the address groups of the peers that have answered: the
+    others have no vote. The precision of `model` does not matter.
     """
     of_model = [each for each in of_weights(announcements, model) if each.offer.profile.precision.is_known]
     # All together: a claim is limited by what others claim, whatever precision it is for.
@@ -72,31 +72,36 @@ def served_precisions(
     for each in of_model:
         if wish.allows(each.offer.profile.precision):
             by_precision.setdefault(each.offer.profile.precision, []).append(servers[each.peer])
-    if groups is None:
-        groups = {each.peer: announced_group(each.addresses[0]) or "" if each.addresses else "" for each in of_model}
-    found = [_served(model.blocks, precision, own, groups) for precision, own in by_precision.items()]
+    found = [_served(model.blocks, precision, own, met) for precision, own in by_precision.items()]
     backers = min(BACKERS, max((each.groups for each in found if each.is_whole), default=0))
     return sorted(found, key=lambda each: _order(each, wish, backers))
 
 
-def backing_servers(announcements: Iterable[Announcement], backed: Mapping[PeerId, str]) -> list[Announcement]:
-    """Servers to ask whether they answer: of two address groups for each block, as they say, besides those `backed`.
+def backing_servers(
+    announcements: Sequence[Announcement], backed: Mapping[PeerId, str], met: Mapping[PeerId, str]
+) -> list[Announcement]:
+    """Servers to ask whether they answer: in two address groups for each block, as they say, besides those `backed`.
 
-    `announcements` are of one precision, in the order in which they are preferred.
+    `announcements` are of one precision, and of those in one place the first ones are asked. A server counts for each
+    block in all groups that it claims, until it is known whether it is there. `met` are the groups of known peers.
     """
-    groups_of: dict[int, set[str]] = {}
+    taken: dict[int, set[str]] = {}
+    backers: Counter[int] = Counter()
+
+    def count(server: Announcement, groups: frozenset[str]) -> None:
+        for block in range(server.offer.span.start, server.offer.span.end):
+            backers[block] += taken.setdefault(block, set()).isdisjoint(groups)
+            taken[block] |= groups
+
+    for each in announcements:
+        if each.peer in backed:
+            count(each, groups_of(each, backed))
     chosen: list[Announcement] = []
-    announcements = list(announcements)
-    for each in (each for each in announcements if each.peer in backed):
-        for block in range(each.offer.span.start, each.offer.span.end):
-            groups_of.setdefault(block, set()).add(backed[each.peer])
-    for each in (each for each in announcements if each.peer not in backed and each.addresses):
-        group = announced_group(each.addresses[0]) or ""
-        blocks = range(each.offer.span.start, each.offer.span.end)
-        if any(len(had := groups_of.get(block, set())) < BACKERS and group not in had for block in blocks):
+    for each in in_turns([each for each in announcements if each.peer not in backed and each.addresses], met):
+        blocks, groups = range(each.offer.span.start, each.offer.span.end), groups_of(each, met)
+        if any(backers[block] < BACKERS and groups.isdisjoint(taken.get(block, ())) for block in blocks):
             chosen.append(each)
-            for block in blocks:
-                groups_of.setdefault(block, set()).add(group)
+            count(each, groups)
     return chosen
 
 
@@ -112,12 +117,12 @@ def _order(each: ServedPrecision, wish: PrecisionWish, backers: int) -> tuple[ob
 
 
 def _served(
-    blocks: int, precision: Precision, servers: Sequence[PlacedServer], groups: Mapping[PeerId, str]
+    blocks: int, precision: Precision, servers: Sequence[PlacedServer], met: Mapping[PeerId, str]
 ) -> ServedPrecision:
     missing = uncovered(blocks, [each.span for each in servers])
     at_blocks: list[set[str]] = [set() for _ in range(blocks)]
     for server in servers:
-        if (group := groups.get(server.peer)) is not None:
+        if (group := met.get(server.peer)) is not None:
             for block in range(server.span.start, min(server.span.end, blocks)):
                 at_blocks[block].add(group)
     least = min(map(len, at_blocks), default=0)

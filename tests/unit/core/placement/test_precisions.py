@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from llmnode.core.announcement import Announcement, Offer, PeerState
 from llmnode.core.ids import PeerId
 from llmnode.core.model import ModelInfo, Precision, PrecisionWish, Profile, precision_named, wish_named
+from llmnode.core.peers.whereabouts import claimed_group
 from llmnode.core.placement.claims import of_weights
 from llmnode.core.placement.precisions import (
     backing_servers,
@@ -36,7 +37,7 @@ def announced(*offers: Offer) -> list[Announcement]:
 
 
 def names(*offers: Offer, wish: PrecisionWish = ANY) -> list[str]:
-    return [each.precision.name for each in served_precisions(MODEL, announced(*offers), wish)]
+    return [each.precision.name for each in served_precisions(MODEL, announced(*offers), wish, {})]
 
 
 @pytest.mark.parametrize(
@@ -76,8 +77,10 @@ def test_a_boast_does_not_make_a_precision_the_first() -> None:
     assert names(*crowd, offer("float16", block_us=1)) == ["bfloat16", "float16"]
 
 
-def at(host: str, each: Offer, name: str = "") -> Announcement:
-    return Announcement(PeerId(name or host), (f"/ip4/{host}/tcp/1/p2p/{host}",), 0, 1, "llmnode", each)
+def at(host: str, each: Offer, name: str = "", *claimed: str) -> Announcement:
+    """Its true address comes after those that are `claimed`."""
+    addresses = tuple(f"/ip4/{one}/tcp/1/p2p/{host}" for one in (*claimed, host))
+    return Announcement(PeerId(name or host), addresses, 0, 1, "llmnode", each)
 
 
 def test_what_a_single_address_group_serves_comes_after_what_two_serve() -> None:
@@ -85,17 +88,32 @@ def test_what_a_single_address_group_serves_comes_after_what_two_serve() -> None
     crowd = [at("9.9.9.9", offer("float32", block_us=1), f"sybil {number}") for number in range(9)]
     alone, other = at("8.8.8.8", offer("bfloat16")), at("8.8.4.4", offer("bfloat16"))
 
-    def order(*announcements: Announcement, groups: dict[PeerId, str] | None = None) -> list[str]:
-        return [each.precision.name for each in served_precisions(MODEL, announcements, ANY, groups)]
+    def order(*announcements: Announcement, gone: Announcement | None = None) -> list[str]:
+        met = {each.peer: claimed_group(each.addresses[0]) for each in announcements if each is not gone}
+        return [each.precision.name for each in served_precisions(MODEL, announcements, ANY, met)]
 
     assert order(*crowd, alone) == ["float32", "bfloat16"]
     assert order(*crowd, alone, other) == ["bfloat16", "float32"]
     far = at("7.7.7.7", offer("float32"))
     assert order(*crowd, far, alone, other) == ["float32", "bfloat16"]
-    answering = {each.peer: f"group of {each.peer}" for each in (alone, other)}
-    assert order(*crowd, far, alone, other, groups=answering) == ["bfloat16", "float32"], "where they say they are"
+    assert order(*crowd, far, alone, other, gone=far) == ["bfloat16", "float32"], "it was not met where it says it is"
     half = at("7.7.7.7", offer("float32", FRONT))
     assert order(*crowd, half, alone, other) == ["bfloat16", "float32"], "each block has to have two"
+
+
+ANYWHERE = st.sampled_from(["8.8.8.8", "8.8.4.4", "1.1.1.1", "6.6.6.6", "9.9.9.9"])
+
+
+@given(st.lists(st.lists(ANYWHERE, max_size=8), min_size=2, max_size=20), st.booleans())
+def test_a_stranger_has_one_vote_whatever_its_identities_announce(claims: list[list[str]], is_met: bool) -> None:
+    """Exact comes first if two groups serve it: the stranger alone does not make it so."""
+    sybils = [at("9.9.9.9", offer("float32"), f"sybil {number}", *claimed) for number, claimed in enumerate(claims)]
+    honest = [at("8.8.8.8", offer("bfloat16"), "one"), at("8.8.4.4", offer("bfloat16"), "other")]
+    met = {each.peer: claimed_group(each.addresses[0]) for each in honest}
+    if is_met:
+        met |= {each.peer: "9.9.9.0/24" for each in sybils}
+    served = served_precisions(MODEL, [*sybils, *honest], ANY, met)
+    assert [(each.precision.name, each.groups) for each in served] == [("bfloat16", 2), ("float32", int(is_met))]
 
 
 @given(st.lists(st.tuples(st.integers(0, 7), st.integers(1, 8), st.integers(0, 3), st.booleans()), max_size=12))
@@ -109,7 +127,7 @@ def test_those_that_are_asked_are_of_two_groups_for_each_block_if_there_are_any(
     backed = {
         each.peer: f"8.8.{group}.0/24" for each, (*_, group, here) in zip(announced, servers, strict=True) if here
     }
-    chosen = backing_servers(announced, backed)
+    chosen = backing_servers(announced, backed, {})
     assert not {each.peer for each in chosen} & backed.keys()
     for block in range(8):
         there = {group for start, length, group, _ in servers if start <= block < start + length}
@@ -131,14 +149,15 @@ def test_only_the_same_weights_count_and_only_with_their_number_of_blocks() -> N
 
 def test_the_user_hears_why_it_is_not_exact() -> None:
     def said(*offers: Offer) -> str:
-        served = served_precisions(MODEL, announced(*offers), ANY)
+        served = served_precisions(MODEL, announced(*offers), ANY, {})
         return describe_choice(served[0], served, ANY)
 
     assert said(offer("float32")) == "float32: one server has the whole model in it"
     halves = offer("bfloat16", FRONT), offer("bfloat16", BACK)
     assert said(*halves) == "bfloat16: 2 servers have the whole model in it, and nobody serves float32"
     assert said(offer("bfloat16"), offer("float32", FRONT)).endswith("in it, and float32 lacks blocks [4, 8)")
-    gaps = describe_gaps(served_precisions(MODEL, announced(offer("bfloat16", BACK), offer("float32", FRONT)), ANY))
+    halves = announced(offer("bfloat16", BACK), offer("float32", FRONT))
+    gaps = describe_gaps(served_precisions(MODEL, halves, ANY, {}))
     assert gaps.startswith("float32 lacks blocks [4, 8); bfloat16 lacks blocks [0, 4), and")
 
 
