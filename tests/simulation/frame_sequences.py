@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from llmnode.core.ids import PeerId
+    from simulation.swarm_frames import SwarmFrames
 
 LENGTHS = (4, 16, 32)
 EDGES = (0, 1, 2, 5, 16, 2**31, 2**32 - 1)
@@ -63,6 +64,7 @@ class Sequence:
     rng: random.Random
     neighbour: PeerId
     receiver: PeerId
+    swarm: SwarmFrames
     sessions: list[_Session] = field(default_factory=list)
     _opened: Frame | None = None
     """The first OPEN."""
@@ -128,6 +130,10 @@ class Sequence:
             (self._adapter, 1),
             (self._part, 2),
             (lambda _: Frame(FrameType.DESCRIBE), 1),
+            (lambda _: self.swarm.view(), 1),
+            (lambda _: self.swarm.news(), 2),
+            (lambda _: self.swarm.probe(), 1),
+            (lambda session: self.swarm.grant(self._frame(FrameType.GRANT, session)), 1),
         ]
 
     def _name(self) -> SessionId:

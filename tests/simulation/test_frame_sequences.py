@@ -1,4 +1,4 @@
-"""A server takes OPEN, STEP, FORK, REPLAY, RESUME, WANT, EVALUATE and others in any order, mutated too.
+"""A server takes OPEN, STEP, FORK, REPLAY, WANT, EVALUATE, VIEW, NEWS, PROBE and others in any order, mutated too.
 
 It answers with the frames that the protocol knows, meets no error that nobody foresaw, and keeps nothing. By default
 some thousands of sequences are drawn; LLMNODE_SEQUENCES=1000000 draws more, and LLMNODE_FIRST_SEQUENCE is the first.
@@ -26,24 +26,29 @@ import trio.testing
 from trio._core._run import GLOBAL_RUN_CONTEXT
 
 from llmnode.core.budget import Resource
-from llmnode.core.ids import Epoch, PeerId
+from llmnode.core.ids import Epoch, PeerId, Step
 from llmnode.core.policy import AdmissionPolicy, ServePolicy, TurnPolicy
 from llmnode.core.span import Span
-from llmnode.errors import PeerUnreachable
+from llmnode.errors import PeerUnreachable, RemoteProtocolError
 from llmnode.node.serve.admission import MOVED
 from llmnode.node.serve.next_hops import no_next_hop
 from llmnode.node.serve.server import Server
 from llmnode.node.serve.server_link import ServerLink
+from llmnode.swarm.membership import PLACE_BYTES, Swarm
+from llmnode.swarm.pool import open_pool
 from llmnode.testing import EXACT_MODEL, ExactWorker, open_internet, simulated
+from llmnode.testing.simulate import simulated_ms
 from llmnode.testing.world import raise_bug
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.messages import Refusal, RefusalCode, pack, unpack
 from llmnode.wire.push_messages import PushLimit
 from llmnode.wire.refusal import refusal_of
 from simulation.frame_sequences import Sequence
+from simulation.swarm_frames import SWARM, SwarmFrames
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from collections.abc import Sequence as SequenceOf
 
     from llmnode.core.budget import Scope
     from llmnode.core.ids import SessionId
@@ -75,9 +80,12 @@ ANSWERS = {
     FrameType.HELD,
     FrameType.REFUSAL,
     FrameType.PROBED,
+    FrameType.NEWS,
 }
 POLICY = ServePolicy(
     requests=TurnPolicy(burst=1e9, per_s=1e9, shared_per_s=1e9),
+    probes_burst=2,
+    probes_per_s=10.0,
     lease_s=0.5,
     malformed_burst=10**9,
     unasked_burst=10**9,
@@ -143,57 +151,88 @@ class PlainLink:
         await trio.lowlevel.checkpoint()
 
 
-class NextHop:
-    """A connection to a next hop, and what finds it. Pushes that nobody could read would end the test.
-
-    It grants pushes, or refuses to, or is too old to know them, or says nothing, or something that nobody understands.
-    """
-
-    relayed = False
-    has_ended = False
+class NextHops:
+    """Finds connections to a next hop. Pushes that nobody could read would end the test."""
 
     def __init__(self, answers: Counter[str]) -> None:
         self.numbers = count(1)
-        self._answers = answers
-        self._rng = random.Random("next hop")
-        self._listeners: dict[SessionId, Callable[[Frame], None]] = {}
+        self.answers = answers
+        self.rng = random.Random("next hop")
+        self.found: list[NextHop] = []
 
     async def find(self, peer: PeerId, since_s: float, *, again: bool) -> NextHop:
         await trio.lowlevel.checkpoint()
         if peer != RECEIVER or again:
             raise no_next_hop(peer)
-        return self
+        self.found.append(NextHop(self))
+        return self.found[-1]
+
+
+class NextHop:
+    """A connection to a next hop, and what that says, asked or not.
+
+    It grants pushes, or refuses to, or is too old to know them, or says nothing, or something that nobody understands.
+    A frame that cannot be read ends the connection.
+    """
+
+    relayed = False
+
+    def __init__(self, hops: NextHops) -> None:
+        self.has_ended = False
+        self.listeners: dict[SessionId, tuple[Callable[[Frame], None], Callable[[], None]]] = {}
+        self._hops = hops
 
     @property
     def best(self) -> NextHop:
         return self
 
-    def listen(self, session: SessionId, hear: Callable[[Frame], None], _end: Callable[[], None]) -> None:
-        self._listeners[session] = hear
+    def listen(self, session: SessionId, hear: Callable[[Frame], None], end: Callable[[], None]) -> None:
+        self.listeners[session] = hear, end
 
     def mute(self, session: SessionId, hear: Callable[[Frame], None]) -> None:
-        if self._listeners.get(session) == hear:
-            del self._listeners[session]
+        if (listener := self.listeners.get(session)) is not None and listener[0] == hear:
+            del self.listeners[session]
 
     async def tell(self, frame: Frame) -> None:
         await trio.lowlevel.checkpoint()
-        rng, kind = self._rng, frame.type.name
+        if self.has_ended:
+            raise PeerUnreachable("closed the stream", peer=RECEIVER)
+        rng, kind = self._hops.rng, frame.type.name
         if frame.type is FrameType.WANT:
-            limit_bytes = rng.choice((0, 100, unpack(PushLimit, frame.meta).limit_bytes, 10_000, 10_000))
-            codes = (RefusalCode.UNKNOWN_FRAME, RefusalCode.UNKNOWN_SESSION)
-            answers = [replace(frame, type=FrameType.GRANT, meta=pack(PushLimit(limit_bytes)))] * 20
-            answers += [refusal_of(frame, code, "because") for code in codes]
-            answers += [replace(answers[0], epoch=Epoch(frame.epoch + 1)), replace(answers[0], type=FrameType.OPENED)]
             for _ in range(rng.choice((0, 1, 1, 1, 1, 2))):
-                if (hear := self._listeners.get(frame.session)) is not None:
-                    hear(rng.choice(answers))
+                self._say(rng.choice(self._answers_to(frame)))
         else:
             assert frame.type is FrameType.STEP
             kind = "pushed"
-        self._answers[kind] += 1
+            if rng.random() < 0.3:  # of any number and epoch
+                self._say(rng.choice(self._answers_to(replace(frame, meta=pack(PushLimit(0))))))
+        self._hops.answers[kind] += 1
+
+    def _answers_to(self, frame: Frame) -> list[Frame]:
+        rng = self._hops.rng
+        limit_bytes = rng.choice((0, 100, unpack(PushLimit, frame.meta).limit_bytes, 10_000, 10_000))
+        codes = (RefusalCode.UNKNOWN_FRAME, RefusalCode.UNKNOWN_SESSION)
+        grant = replace(frame, type=FrameType.GRANT, meta=pack(PushLimit(limit_bytes)), payload=b"")
+        others = [replace(grant, epoch=Epoch(frame.epoch + 1)), replace(grant, type=FrameType.OPENED)]
+        others += [replace(grant, step=Step(frame.step + 1)), replace(grant, meta=b"no limit")]
+        return [grant] * 20 + [refusal_of(frame, code, "because") for code in codes] + others
+
+    def _say(self, frame: Frame) -> None:
+        """The connection hands the frame on, as `PeerConnection.run` does."""
+        if (listener := self.listeners.get(frame.session)) is None:
+            return
+        try:
+            listener[0](frame)
+        except RemoteProtocolError:
+            self.has_ended = True
+            self._hops.answers["unread"] += 1
+            for _, end in list(self.listeners.values()):
+                end()
 
 
-async def play(server: Server, worker: ExactWorker, number: int, answers: Counter[str]) -> None:
+async def play(
+    server: Server, worker: ExactWorker, announcers: SequenceOf[MemoryNetwork], number: int, answers: Counter[str]
+) -> None:
     """One sequence, over two links of a client and one of its neighbour; then nothing of it is left."""
     rng = random.Random(f"sequence {number}")
     client, neighbour = PeerId(f"client {number % 7}"), PeerId(f"neighbour {number % 5}")
@@ -203,7 +242,8 @@ async def play(server: Server, worker: ExactWorker, number: int, answers: Counte
         for link in links:
             nursery.start_soon(_serve, server, link, nursery)
         worker.executor.fails = int(rng.random() < 0.1)
-        for pushes, frame in Sequence(rng, neighbour, RECEIVER).frames():
+        swarm = SwarmFrames(rng, announcers, simulated_ms())
+        for pushes, frame in Sequence(rng, neighbour, RECEIVER, swarm).frames():
             if frame.type is FrameType.FORK and rng.random() < 0.5:  # else what it copies is hardly ever computed yet
                 await trio.testing.wait_all_tasks_blocked()
             links[2 if pushes else int(rng.random() < 0.05)].tell(frame)
@@ -219,15 +259,18 @@ async def _serve(server: Server, link: PlainLink, nursery: trio.Nursery) -> None
         await ServerLink(server, link, nursery).run()
 
 
-def _check_nothing_is_left(server: Server, worker: ExactWorker, next_hop: NextHop) -> None:
+def _check_nothing_is_left(server: Server, worker: ExactWorker, hops: NextHops) -> None:
     assert not server.sessions
     assert not worker.reserved
     assert not worker.executor._kept
-    assert not next_hop._listeners
+    assert not any(each.listeners for each in hops.found)
+    hops.found.clear()
     assert not server.desk._links
     assert not server.desk._late_bytes
-    held = server.network.budget.process.held
-    assert not any(held[each] for each in Resource if each is not Resource.ADAPTERS), +held
+    assert server.swarm is not None
+    assert len(server.swarm.view) <= SWARM.view_peers
+    held = server.network.budget.process.held - Counter({Resource.MEMORY: SWARM.view_peers * PLACE_BYTES})
+    assert not any(held[each] for each in Resource if each is not Resource.ADAPTERS), held
     for record in (worker.priorities, worker.executor.batches, worker.executor.forks):
         record.clear()
 
@@ -268,10 +311,13 @@ async def test_frames_in_any_order_leave_nothing_behind(kv: str) -> None:
     async with open_internet() as internet:
         network: MemoryNetwork = internet.network("server")
         worker = ExactWorker(Span(0, EXACT_MODEL.blocks), EXACT_MODEL.row_bytes, KV_TOKENS[kv] * at_once)
-        server = Server(network, EXACT_MODEL, POLICY, on_bug=raise_bug)
-        next_hop = NextHop(answers)
-        server.next_hops = next_hop  # type: ignore[assignment]
-        async with trio.open_nursery() as nursery:
+        announcers = [network, *(internet.network(f"announcer {number}") for number in range(12))]
+        next_hops = NextHops(answers)
+        async with open_pool(network) as pool, trio.open_nursery() as nursery:
+            rng = random.Random("view")
+            swarm = Swarm(network, pool, SWARM, now_ms=simulated_ms, rng=rng, roams=False)
+            server = Server(network, EXACT_MODEL, POLICY, swarm, on_bug=raise_bug)
+            server.next_hops = next_hops  # type: ignore[assignment]
             server.serve(worker)
             began_s, before, tasks = time.process_time(), 0, 0
             for number in range(first, first + sequences, at_once):
@@ -279,8 +325,8 @@ async def test_frames_in_any_order_leave_nothing_behind(kv: str) -> None:
                 try:
                     async with trio.open_nursery() as beside:
                         for each in numbers:
-                            beside.start_soon(play, server, worker, each, answers)
-                    _check_nothing_is_left(server, worker, next_hop)
+                            beside.start_soon(play, server, worker, announcers, each, answers)
+                    _check_nothing_is_left(server, worker, next_hops)
                 except BaseException as error:
                     how = f"LLMNODE_SEQUENCES={len(numbers)} LLMNODE_SEQUENCES_AT_ONCE={at_once}"
                     error.add_note(f"LLMNODE_FIRST_SEQUENCE={number} {how} runs this alone")
@@ -307,9 +353,11 @@ async def test_frames_in_any_order_leave_nothing_behind(kv: str) -> None:
         never = of_opens | {RefusalCode.UNKNOWN_FRAME, RefusalCode.UNKNOWN_EXTENSION, RefusalCode.OVERFLOW}
         reached = {
             "pushed",
+            "unread",
             "WANT",
             *(kind.name for kind in ANSWERS if kind is not FrameType.REFUSAL),
             *RefusalCode,
         } - never
         assert server.tally.given_directly > sequences / 100, "steps are pushed here, too"
+        assert len(swarm.view) > 1, "some announcements are believed"
         assert reached - answers.keys() == set(), "the sequences reach every part of a session"
