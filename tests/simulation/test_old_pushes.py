@@ -1,4 +1,7 @@
-"""Pushes between servers of which some know no grants: they push and are pushed to, and cost nobody a link."""
+"""Pushes between servers of which some know no grants: they push and are pushed to, and cost nobody a link.
+
+Such a server speaks protocol 2. It refuses WANT as unknown, never sends it, and pushes on after a refusal.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,12 @@ import trio
 
 from llmnode.core.ids import Epoch, SessionId, Step
 from llmnode.core.policy import ServePolicy
-from llmnode.errors import PeerRefused
+from llmnode.node.serve.push_right import PushRight
 from llmnode.node.serve.server_link import ServerLink
 from llmnode.testing import peer_named
 from llmnode.testing.link import MemoryLink
 from llmnode.wire.frame import Frame, FrameType
-from llmnode.wire.messages import RefusalCode, Replay, pack
+from llmnode.wire.messages import Replay, pack
 from simulation.pushes import a_session, answers, link_between, neighbours, open_frame
 from simulation.world import ROW, Dialogue, pairs_of_servers, simulated
 
@@ -33,32 +36,47 @@ def know_no_grants(
     peers: Collection[PeerId], monkeypatch: pytest.MonkeyPatch
 ) -> Counter[tuple[FrameType, PeerId, PeerId]]:
     """From now on these are as old. Counts the frames that are sent, with the senders and the receivers."""
-    handle, send = ServerLink._handle, MemoryLink.send
+    handle, prepare, get, send = ServerLink._handle, PushRight.prepare, PushRight.get, MemoryLink.send
     told: Counter[tuple[FrameType, PeerId, PeerId]] = Counter()
+
+    def is_old(right: PushRight) -> bool:
+        link = right.connection._link
+        assert isinstance(link, MemoryLink)
+        return link.own.peer in peers
 
     async def handle_as_old(self: ServerLink, frame: Frame) -> None:
         if frame.type is FrameType.WANT and self._server.network.peer in peers:
             frame = replace(frame, type=FrameType(99))
         await handle(self, frame)
 
-    async def send_as_old(self: MemoryLink, frame: Frame) -> None:
+    async def prepare_as_old(self: PushRight, epoch: Epoch, size_bytes: int) -> None:
+        if is_old(self):
+            await trio.lowlevel.checkpoint()
+        else:
+            await prepare(self, epoch, size_bytes)
+
+    async def get_as_old(self: PushRight, epoch: Epoch, size_bytes: int) -> bool:
+        return is_old(self) or await get(self, epoch, size_bytes)
+
+    async def count(self: MemoryLink, frame: Frame) -> None:
+        assert self.version == 2
         told[frame.type, self.own.peer, self.peer] += 1
-        if frame.type is FrameType.WANT and self.own.peer in peers:
-            raise PeerRefused(RefusalCode.UNKNOWN_FRAME, "as a peer of protocol 1")
         await send(self, frame)
 
     monkeypatch.setattr(ServerLink, "_handle", handle_as_old)
-    monkeypatch.setattr(MemoryLink, "send", send_as_old)
+    monkeypatch.setattr(PushRight, "prepare", prepare_as_old)
+    monkeypatch.setattr(PushRight, "get", get_as_old)
+    monkeypatch.setattr(MemoryLink, "send", count)
     return told
 
 
 @pytest.mark.parametrize("old", ["0a 0b", "1a 1b", "0a 0b 2a 2b"])
 @simulated
 async def test_peers_that_know_no_grants_push_and_are_pushed_to(old: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They speak protocol 2, and refuse the frame as unknown."""
     peers = {peer_named(name) for name in old.split()}
     told = know_no_grants(peers, monkeypatch)
     async with pairs_of_servers() as swarm, swarm.session(max_length=60) as (session, _):
+        first, second, third = (swarm.node(hop.peer) for hop in session.route)
         dialogue = Dialogue(session, random.Random(1))
         for _ in range(5):
             await dialogue.step(2)
@@ -67,7 +85,14 @@ async def test_peers_that_know_no_grants_push_and_are_pushed_to(old: str, monkey
         await dialogue.step(1)
         assert [each.direct for each in session.timings] == [False, True, True]
         assert not session.recoveries
-    assert not any(sender in peers for kind, sender, _ in told if kind is FrameType.GRANT)
+        for near, far in ((first, second), (second, third)):
+            assert not link_between(near, far)._error
+            assert told[FrameType.STEP, near.peer, far.peer] >= 6
+            asked = told[FrameType.WANT, near.peer, far.peer]
+            granted, refused = told[FrameType.GRANT, far.peer, near.peer], told[FrameType.REFUSAL, far.peer, near.peer]
+            assert (asked > 0) == (near.peer not in peers), "an old server asks for nothing"
+            assert (granted > 0) == (not peers & {near.peer, far.peer})
+            assert refused == (asked if far.peer in peers else 0)
 
 
 @pytest.mark.parametrize("epoch", [0, 7], ids=["an unknown session", "another epoch"])
@@ -89,24 +114,38 @@ async def test_a_client_cannot_cost_an_old_server_its_link_to_the_next_hop(
         before = told[FrameType.STEP, first.peer, victim.peer]
         for number in range(AT_ONCE + 10):
             name = SessionId(number.to_bytes(16, "big"))
-            await lured.send(replace(open_frame(name, 0, 1), epoch=Epoch(epoch)))
+            await lured.send(replace(open_frame(name, 0), epoch=Epoch(epoch)))
             await lured.send(replace(neighbours(name, 1, receiver=victim.name, session=target), epoch=Epoch(epoch)))
             await lured.send(Frame(FrameType.STEP, name, Epoch(epoch), length=1, payload=bytes(ROW)))
             await answers(lured, 3)
-            await lured.send(Frame(FrameType.CLOSE, name))
-        assert told[FrameType.STEP, first.peer, victim.peer] - before > AT_ONCE, "it does as it is told"
+            if number < AT_ONCE + 9:
+                await lured.send(Frame(FrameType.CLOSE, name))
+        for number in range(1, AT_ONCE + 10):  # in the last session, of which a push was refused before
+            at = Epoch(epoch), Step(number), number, 1
+            await lured.send(Frame(FrameType.STEP, name, *at, payload=bytes(ROW)))
+            await answers(lured, 1)
         await trio.sleep(1)
+        assert told[FrameType.STEP, first.peer, victim.peer] - before > 2 * AT_ONCE, "it does as it is told"
+        assert not told[FrameType.WANT, first.peer, victim.peer]
+        if not epoch:
+            assert told[FrameType.REFUSAL, victim.peer, first.peer] > 2 * AT_ONCE, "each is refused"
         assert not link._error
         await dialogue.step(1)
         assert [each.direct for each in session.timings] == [False, True, True]
         assert not session.recoveries
 
 
+@pytest.mark.parametrize("version", [1, 2])
 @simulated
-async def test_a_next_hop_without_grants_that_refuses_a_push_gets_no_further_one() -> None:
+async def test_a_next_hop_without_grants_that_refuses_a_push_gets_no_further_one(
+    version: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     name, unknown = SessionId(b"a" * 16), SessionId(b"u" * 16)
+    if version == 2:
+        know_no_grants([peer_named("1a")], monkeypatch)
     async with pairs_of_servers() as swarm:
-        swarm.internet.old = {peer_named("1a")}
+        if version == 1:
+            swarm.internet.old = {peer_named("1a")}
         near, far = swarm.nodes["0a"], swarm.nodes["1a"]
         await trio.sleep(30)
         link = await swarm.internet.network("hostile").dial(near.network.addresses[0])
@@ -114,8 +153,7 @@ async def test_a_next_hop_without_grants_that_refuses_a_push_gets_no_further_one
         await link.send(neighbours(name, 1, receiver="1a", session=unknown))
         await link.send(Frame(FrameType.STEP, name, length=50, payload=bytes(50 * ROW)))
         await answers(link, 3)
-        before = far.network.traffic.received_bytes
         for number in range(1, 50):
             await link.send(Frame(FrameType.REPLAY, name, Epoch(0), Step(number), 0, 50, pack(Replay(push=True))))
             await answers(link, 1)
-        assert far.network.traffic.received_bytes <= before + 50 * ROW
+        assert far.network.traffic.received_bytes == 50 * ROW, "the first push alone"
