@@ -7,26 +7,22 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from llmnode.client.causal_lm import DistributedModelForCausalLM as _Model
 from llmnode.client.model import model_and_way_in, open_as
+from llmnode.client.petals_options import ELSEWHERE, OF_MODELS, OPTIONS, check_options, dtype_of, policy_of
 from llmnode.client.released import releasing
 from llmnode.client.remote_blocks import RemoteBlocks
 from llmnode.client.token_session import InferenceSession
-from llmnode.core.model import AUTO
-from llmnode.core.policy import ClientPolicy
 from llmnode.errors import ConfigError
 from llmnode.models.peft_folder import find_adapter
-from llmnode.net.addresses import parse_peer_id
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
-    from llmnode.core.ids import PeerId
 
 __all__ = [
     "AutoDistributedConfig",
@@ -38,25 +34,6 @@ __all__ = [
     "InferenceSession",
     "RemoteSequential",
 ]
-
-ELSEWHERE = {
-    "dht_prefix": "a model is named by the digest of its weights: leave it out",
-    "daemon_startup_timeout": "there is no daemon: leave it out",
-    "show_route": "read model.route",
-    "update_period": "news of servers come as they are: leave it out",
-    "min_backoff": "set RoutePolicy.retry_s in a ClientPolicy for llmnode.aconnect",
-    "max_backoff": "set RoutePolicy.longest_pause_s in a ClientPolicy for llmnode.aconnect",
-    "max_pinged": "set StandingPolicy in a ClientPolicy for llmnode.aconnect",
-    "ping_timeout": "set LinkPolicy.silence_s for llmnode.aconnect",
-    "use_auth_token": "log in with `hf auth login`, or set HF_TOKEN",
-    "token": "log in with `hf auth login`, or set HF_TOKEN",
-    "revision": "write it after the name: org/name@REVISION",
-    "trust_remote_code": "no code of the hub is run: leave it out",
-    "quantization_config": 'servers choose the form of their weights: say dtype="float32+int8"',
-    "device_map": "the client's part of the model stays on the CPU: leave it out",
-    "low_cpu_mem_usage": "only the ends of the model are read: leave it out",
-}
-"""Arguments of Petals, and of transformers, that have no counterpart, and what there is instead."""
 
 ABSENT = {
     "ClientConfig": "AutoDistributedModelForCausalLM.from_pretrained takes its options as arguments",
@@ -103,8 +80,8 @@ class AutoDistributedModelForSequenceClassification:
 
         Raises ConfigError as `DistributedModelForCausalLM.with_head` does too.
         """
-        ours = {option: options.pop(option) for option in [*options] if option in {*_OURS, *ELSEWHERE}}
-        of_head = {option: ours.pop(option) for option in _OF_MODELS if option in ours}
+        ours = {option: options.pop(option) for option in [*options] if option in {*OPTIONS, *ELSEWHERE}}
+        of_head = {option: ours.pop(option) for option in OF_MODELS if option in ours}
         if _is_served(of_head.get("active_adapter")):
             ours["active_adapter"] = of_head.pop("active_adapter")
         model = _open(name, ours)
@@ -280,34 +257,9 @@ def _check_one_text(options: dict[str, Any], configs: Sequence[object]) -> None:
         raise ConfigError("a session goes on from tokens: give inputs, and no inputs_embeds")
 
 
-_OF_MODELS = "active_adapter", "tuning_mode", "pre_seq_len"
-"""Arguments that are about one model of a connection, with its head."""
-
-_OURS = frozenset(
-    {
-        "initial_peers",
-        "allowed_servers",
-        "blocked_servers",
-        "max_retries",
-        "request_timeout",
-        "connect_timeout",
-        "ban_timeout",
-        "use_server_to_server",
-        *_OF_MODELS,
-        "torch_dtype",
-        "dtype",
-        "codec",
-    }
-)
-
-
 def _open(name: str | None, options: dict[str, Any]) -> DistributedModelForCausalLM:
-    for option in options:
-        if option in ELSEWHERE:
-            raise ConfigError(f"{option} has no counterpart: {ELSEWHERE[option]}")
-        if option not in _OURS:
-            raise ConfigError(f"there is no argument {option!r}: there are {', '.join(sorted(_OURS))}")
-    policy, dtype, codec = _policy(options), _dtype(options), options.get("codec", "raw")
+    check_options(options)
+    policy, dtype, codec = policy_of(options), dtype_of(options), options.get("codec", "raw")
     name, way_in = model_and_way_in(name, options.get("initial_peers", ()), None)
     served = options.pop("active_adapter") if _is_served(options.get("active_adapter")) else None
     model = open_as(DistributedModelForCausalLM, name, way_in, codec=codec, dtype=dtype, policy=policy, adapter=served)
@@ -332,55 +284,6 @@ def _equip(model: Any, options: dict[str, Any]) -> None:  # Any: with any head
         for each in trained:  # PEFT freezes all but adapters
             each.requires_grad_()
     model.tune_prompts(options.get("tuning_mode"), options.get("pre_seq_len", 0))
-
-
-def _policy(options: dict[str, Any]) -> ClientPolicy:
-    """Petals' limits as ours. Raises ConfigError."""
-    policy = ClientPolicy()
-    route, recovery, passes, push = policy.route, policy.recovery, policy.passes, policy.push
-    if (allowed := options.get("allowed_servers")) is not None:
-        route = replace(route, allowed=_peers("allowed_servers", allowed))
-    if (blocked := options.get("blocked_servers")) is not None:
-        route = replace(route, blocked=_peers("blocked_servers", blocked))
-    if (connect_s := _seconds(options, "connect_timeout")) is not None:
-        route = replace(route, connect_timeout_s=connect_s)
-    if (ban_s := _seconds(options, "ban_timeout")) is not None:
-        route = replace(route, ban_s=ban_s, longest_ban_s=max(ban_s, route.longest_ban_s))
-    if (retries := options.get("max_retries")) is not None:
-        if type(retries) is not int or retries < 0:
-            raise ConfigError(f"max_retries is {retries!r}: give a number of servers that a step may lose, or None")
-        recovery = replace(recovery, replacements=retries)
-    if (request_s := _seconds(options, "request_timeout")) is not None:
-        passes, policy = replace(passes, longest_s=request_s), replace(policy, step_timeout_s=request_s)
-    if not options.get("use_server_to_server", True):
-        push = replace(push, enabled=False)
-    return replace(policy, route=route, recovery=recovery, passes=passes, push=push)
-
-
-def _peers(name: str, given: Iterable[str]) -> frozenset[PeerId]:
-    if isinstance(given, str):
-        raise ConfigError(f"{name} is one text: give a list of peer ids")
-    try:
-        return frozenset(parse_peer_id(str(each)) for each in given)
-    except ConfigError as error:
-        raise ConfigError(f"{name}: {error}") from error
-
-
-def _seconds(options: dict[str, Any], name: str) -> float | None:
-    if (given := options.get(name)) is None:
-        return None
-    if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 < given < float("inf"):
-        raise ConfigError(f"{name} is {given!r}: give seconds")
-    return float(given)
-
-
-def _dtype(options: dict[str, Any]) -> str:
-    """`dtype`, or the name of a `torch_dtype`."""
-    if (given := options.get("torch_dtype")) is None:
-        return str(options.get("dtype", AUTO))
-    if "dtype" in options:
-        raise ConfigError("torch_dtype and dtype: leave out one of them")
-    return str(given).removeprefix("torch.")
 
 
 _KINDS = {

@@ -14,6 +14,7 @@ import torch
 
 import llmnode
 from llmnode import petals
+from llmnode.client.petals_options import ELSEWHERE
 from llmnode.errors import ConfigError, NoRoute
 from process.pairs import open_pair, prompted
 from process.petals_models import PLAIN, TEXT, petals_model
@@ -239,7 +240,7 @@ def test_an_active_adapter_is_computed_by_servers_whatever_the_head(pair: Pair, 
 
 def test_what_has_no_counterpart_says_what_there_is(pair: Pair) -> None:
     kind = petals.AutoDistributedModelForCausalLM
-    for name, instead in petals.ELSEWHERE.items():
+    for name, instead in ELSEWHERE.items():
         with pytest.raises(ConfigError, match=re.escape(instead)):
             kind.from_pretrained(pair.folder, initial_peers=pair.peers, **{name: "something"})
     for absent in (petals.AutoDistributedConfig, petals.AutoDistributedModel, petals.AutoDistributedSpeculativeModel):

@@ -20,7 +20,7 @@ from llmnode.models import load
 from llmnode.models.draw_blueprint import blueprint_of
 from llmnode.models.load import load_ends, load_span
 from llmnode.models.sources.folder import ModelFolder
-from reference.small import KV_TOKENS, Cut
+from reference.small import CONFIGS, KV_TOKENS, Cut
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
     from llmnode.compute.cuda_graphs import Record, Replay
 
+BY_THEMSELVES = {case for case in CONFIGS if case.startswith(("gemma2", "bloom", "falcon-alibi"))}
+"""Their attention runs each sequence by itself, since scores have a softcap, or a bias for each position."""
 PAGE = 8
 """Short sequences have several pages of this size. The window of small models has the same size."""
 

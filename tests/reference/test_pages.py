@@ -1,7 +1,7 @@
 """KV in pages of one pool, as on a GPU: the results are the same as with a slab for each sequence.
 
-No GPU is needed. Attention through copies of pages is torch's own everywhere. Flash attention is replaced by what
-torch's documentation says of it, recordings by a trace, and a GPU by tensors that have a device but no numbers.
+Most of it needs no GPU. Attention through copies of pages is torch's own everywhere. Flash attention is replaced by
+what torch's documentation says of it, and recordings by a trace.
 """
 
 from __future__ import annotations
@@ -15,23 +15,24 @@ import torch
 import torch.nn.attention.varlen as torch_varlen
 
 from llmnode.compute import cuda_graphs
-from llmnode.compute.attention import ATTENTION, Segment, segments_of_forward
-from llmnode.compute.cuda_graphs import RecordedForwards
-from llmnode.compute.kv import KVForm, SequenceKV
 from llmnode.compute.load_executor import load_executor
-from llmnode.compute.own_attention import replace_own_attention
 from llmnode.compute.paged_executor import PagedExecutor
-from llmnode.compute.pages import FLASH_DTYPES, PagePool, lay_out
+from llmnode.compute.pages import FLASH_DTYPES
 from llmnode.core.operations import Close, Fork, Open, Resize, Slice, Truncate
 from llmnode.core.span import Span
 from llmnode.errors import LocalProtocolError
-from llmnode.models.load import load_span
 from llmnode.models.tensors import from_bytes, to_bytes
-from reference.paged import PAGE, AsInCapture, cut_paged, load_paged, record_by_tracing, varlen_attn, without_numbers
+from reference.paged import (
+    BY_THEMSELVES,
+    PAGE,
+    cut_paged,
+    load_paged,
+    record_by_tracing,
+    varlen_attn,
+)
 from reference.small import (
     BLOCKS,
     CONFIGS,
-    CPU,
     HIDDEN_SIZE,
     KV_TOKENS,
     OF_EACH_KIND,
@@ -54,10 +55,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.reference
 
-BY_THEMSELVES = {case for case in CONFIGS if case.startswith(("gemma2", "bloom", "falcon-alibi"))}
-"""Their attention runs each sequence by itself, since scores have a softcap, or a bias for each position."""
-EACH_KIND_OF_LAYER = 3
-"""Among this many blocks is one of each kind that the model has: with a window, and without."""
 ROUNDS: tuple[dict[int, int], ...] = (
     {0: 11, 1: 1},
     {0: 7, 1: 1, 2: 13},
@@ -279,56 +276,6 @@ def test_a_recording_that_fails_later_on_is_done_without(tmp_path: Path, said: S
         expected = _chunks(executor, rows, (40,))
         assert (_chunks(executor, rows, (1,) * 40) - expected).abs().max() < 1e-4
     assert said.take() == ["without recorded steps, which cannot be made here: out of memory, as told"]
-
-
-@pytest.mark.parametrize(
-    "form", ["flash", "pages", KVForm(), KVForm("int8"), KVForm(device=CPU), KVForm("int8", CPU)], ids=str
-)
-@pytest.mark.parametrize("case", OF_EACH_KIND)
-def test_all_that_a_forward_reads_is_on_the_gpu(
-    case: str, form: KVForm | str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Tensors that have a device, a shape and a dtype, but no numbers, go through all of it as on a GPU."""
-    save_model(tmp_path, case, tied=False)
-    folder = open_saved(tmp_path)
-    no_numbers = without_numbers(folder, monkeypatch)
-    whole, gpu = Span(0, EACH_KIND_OF_LAYER), torch.device("cuda")
-    with no_numbers, torch.inference_mode():
-        model = load_span(folder, whole, ATTENTION, torch.bfloat16, "cuda")
-        replace_own_attention(model)
-        pool = PagePool(KV_TOKENS, gpu, flash=form == "flash")
-        kvs = [SequenceKV(400, form) if isinstance(form, KVForm) else pool.take(400) for _ in range(2)]
-        for lengths in ((5, 300), (1, 1)):
-            segments = [Segment(kv, kv.length, length) for kv, length in zip(kvs, lengths, strict=True)]
-            hidden = torch.zeros(sum(lengths), HIDDEN_SIZE)
-            if not isinstance(form, KVForm):
-                row = [(kv, kv.length, length) for kv, length in zip(kvs, lengths, strict=True)]
-                made = RecordedForwards(model, pool).run(whole, row, hidden)
-            else:
-                token = segments_of_forward.set(segments)
-                made = model(whole, hidden.to(gpu), torch.arange(sum(lengths), device=gpu)).cpu()
-                segments_of_forward.reset(token)
-            assert (made.dtype, made.shape) == (torch.float32, hidden.shape)
-            for kv, length in zip(kvs, lengths, strict=True):
-                kv.length += length
-
-
-@pytest.mark.parametrize("flash", [True, False], ids=["flash", "gathered"])
-@pytest.mark.parametrize("case", sorted({*OF_EACH_KIND, "opt"} - BY_THEMSELVES))
-def test_a_step_on_a_gpu_has_nothing_that_cannot_be_recorded(
-    case: str, flash: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save_model(tmp_path, case, tied=False)
-    folder, whole = open_saved(tmp_path), Span(0, EACH_KIND_OF_LAYER)
-    with without_numbers(folder, monkeypatch), torch.inference_mode():
-        model = load_span(folder, whole, ATTENTION, torch.bfloat16, "cuda")
-        replace_own_attention(model)
-        pool = PagePool(KV_TOKENS, torch.device("cuda"), flash=flash)
-        shape, numbers = lay_out([(pool.take(400), 7, 1), (pool.take(400), 300, 1)])
-        step = torch.zeros(2, HIDDEN_SIZE, device="cuda"), numbers.to("cuda")
-        with AsInCapture():
-            made = RecordedForwards(model, pool)._run(whole, shape, (), *step)
-        assert made.shape == (2, HIDDEN_SIZE)
 
 
 @torch.inference_mode()
