@@ -48,7 +48,7 @@ def choose_listening(
     tells = mdns is not False and not is_private
     named = list(contacts)
     beyond = [each for each in map(_host, named) if not _is_here(each)]
-    private = sorted({each for each in own_ips if is_local(each)})
+    private = _in_private_networks(own_ips, beyond)
     if listen:
         reached = not all(_is_here(_host(each)) for each in listen)
         if mdns and not reached:
@@ -65,8 +65,15 @@ def choose_listening(
             f"listening on this machine alone, since it is in no private network; for others: --listen {EVERYWHERE}"
         )
         return Listening([HERE], mdns=False, warning=warning)
-    at_private = [f"/ip4/{each}/tcp/0" for each in private]
+    at_private = [f"/ip{6 if ':' in each else 4}/{each}/tcp/0" for each in private]
     return Listening(at_private, tells, _warning(" ".join(private), tells, is_private))
+
+
+def _in_private_networks(own_ips: Iterable[str], named: Sequence[str]) -> list[str]:
+    """Our addresses there. Those of IPv6 come and go: they count if one is `named`, or if there are no others."""
+    local = sorted({each for each in own_ips if is_local(each)})
+    is_named = any(":" in each for each in named)
+    return [each for each in local if is_named or ":" not in each] or local
 
 
 def check_places(listen: Sequence[str], announce: Sequence[str], way_in: Invite, relays: Sequence[str] = ()) -> None:

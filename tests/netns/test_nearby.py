@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
-from netns.lan import open_lan, why_no_lan
+from netns.internet import run_ip
+from netns.lan import DEVICE, open_lan, why_no_lan
 from netns.nodes import LLMNODE, PROMPT, Child, children
 from process import forked, in_process
 from process.own_cache import cache_without_peers
@@ -161,6 +162,19 @@ def check_a_flood_costs_little(host: Host, server: int, record_property: Callabl
     assert sent > 1000
     assert used_s < FLOOD_CPU_SHARE * FLOOD_S
     assert grown_mib < FLOOD_MIB
+
+
+def test_a_server_that_listens_over_ipv6_alone_is_found(lan: list[Host], question: Question) -> None:
+    one, _, user = lan
+    for host, address in ((one, "fd77::1/64"), (user, "fd77::3/64")):
+        run_ip("-n", host.namespace, "addr", "add", address, "dev", DEVICE, "nodad")
+    with children() as start:
+        server: Any = start(one, *SERVE, "--blocks", "0:30", "--listen", "/ip6/fd77::1/tcp/0")
+        assert "warning: listening at /ip6/fd77::1/tcp/0, and found there by mDNS" in said_until_ready(server)
+        assert [each.split("/")[2] for each in server.ready["addresses"]] == ["fd77::1"]
+        done, _ = generate(user)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["token_ids"] == question.expected[:FEW_TOKENS]
 
 
 def test_a_private_swarm_is_told_to_nobody(lan: list[Host], tmp_path: Path) -> None:

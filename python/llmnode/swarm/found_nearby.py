@@ -25,7 +25,7 @@ MODELS_TOLD, SPANS_TOLD = 5, 8
 """The models of a swarm that one line names, and the spans of each."""
 NOBODY = "no node of llmnode answers in this network (mDNS)"
 RISK = "anybody in this network may run one, and servers can read text that goes through them; name peers to use yours"
-NOWHERE = "this machine is in no private IPv4 network, where mDNS could find nodes"
+NOWHERE = "this machine is in no private network, where mDNS could find nodes"
 
 
 async def find_nearby(report: Callable[[str], None], give: str, policy: MdnsPolicy | None = None) -> Invite:

@@ -151,5 +151,5 @@ def _leads_inside(ip: IpAddress) -> bool:
 
 
 def is_local(host: str) -> bool:
-    """Whether it is an IPv4 address of a private network, as homes and offices have (RFC 1918)."""
-    return scope_of(host) in ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16")
+    """Whether it is an address of a private network, as homes and offices have: RFC 1918, and RFC 4193 for IPv6."""
+    return scope_of(host) in ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "fc00::/7")
