@@ -11,7 +11,7 @@ import trio
 from llmnode.core.operations import DeepPrompts
 from llmnode.core.policy import ClientPolicy, RecoveryPolicy, SpotCheckPolicy
 from llmnode.core.span import Span
-from llmnode.session.pass_checks import _SILENT_S, _TIMES_ALL
+from llmnode.session.pass_checks import _AWAY_S, _SILENT_S, _TIMES_ALL
 from llmnode.session.passes import SwarmPasses
 from llmnode.testing import Cast, FaultPlan, Odds, seeds
 from llmnode.testing.faults import FailForwards, Freeze, Kill, Stop
@@ -113,6 +113,43 @@ async def test_without_a_third_server_both_are_suspected_and_nobody_is_banned() 
 
 
 @simulated
+async def test_a_third_server_that_restarts_is_waited_for_and_decides() -> None:
+    async with world() as swarm:
+        for index, span in enumerate(SPANS):
+            await start(swarm, f"{index}", span, f"9.1.{index}.1")
+        await start(swarm, "third", SPANS[1], "9.2.1.1")
+        await start(swarm, "liar", SPANS[1], "9.9.0.1", PassLiar(1, 1))
+        async with swarm.client(POLICY) as (router, _), trio.open_nursery() as nursery:
+            client = SwarmPasses(router.finder, Codec.RAW)
+            swarm.kill("third")
+
+            async def restart() -> None:
+                await trio.sleep(3)
+                await start(swarm, "third", SPANS[1], "9.2.1.1")
+
+            nursery.start_soon(restart)
+            await there_and_back(client, 0, LENGTHS, None)
+            assert client.checks.found == [peer_named("liar")]
+            assert not suspected(swarm, router)
+            assert not client.checks.undecided
+
+
+@simulated
+async def test_one_that_never_comes_back_is_waited_for_in_vain_for_some_seconds() -> None:
+    async with world() as swarm:
+        for index, span in enumerate(SPANS):
+            await start(swarm, f"{index}", span, f"9.1.{index}.1")
+        await start(swarm, "third", SPANS[1], "9.2.1.1")
+        await start(swarm, "liar", SPANS[1], "9.9.0.1", PassLiar(1, 1))
+        async with swarm.client(POLICY) as (router, _):
+            client, began_s = SwarmPasses(router.finder, Codec.RAW), trio.current_time()
+            swarm.kill("third")
+            await client.outputs(ALL_BLOCKS, [3], bytes(3 * router.finder.model.row_bytes))
+            assert client.checks.undecided == 1
+            assert trio.current_time() - began_s < _AWAY_S + 5
+
+
+@simulated
 async def test_two_liars_of_one_group_that_lie_alike_convict_nobody() -> None:
     async with world() as swarm:
         for index, span in enumerate(SPANS):
@@ -202,7 +239,7 @@ async def test_servers_that_are_silent_when_they_check_hold_up_training_once() -
             assert client.checks.passed == 1
 
 
-@pytest.mark.parametrize("seed", seeds(6))
+@pytest.mark.parametrize("seed", [*seeds(6), 29])  # the other two servers are away when a lie is checked
 @simulated
 async def test_whatever_fails_and_lies_no_honest_server_is_banned_and_what_is_kept_is_right(seed: int) -> None:
     """Three honest servers of each span, and liars that do not agree with each other."""

@@ -3,7 +3,8 @@
 The client has all that went into the blocks, so the second peer gets the very question of the first one, and neither
 knows that it is a check. If their answers differ, more peers are asked until two agree, from different address groups
 if there are such. The answer of these two is kept, and the others are not used any more. Two of one group do not
-convict a peer of another one. Without a decision all that differ are suspected, and the first answer is kept. Answers
+convict a peer of another one. If nobody decides, but another peer of the blocks is known, the check waits for it for a
+while. Without a decision all that differ are suspected, and the first answer is kept. Answers
 that were not checked are not taken back: a warning names their peer. Blocks that only one peer holds whole are not
 checked.
 
@@ -46,6 +47,9 @@ _SILENT_S = 600.0
 """A peer that was asked in a check and did not answer is not asked in others for this long."""
 _MOST_SILENT = 256
 """The last ones of these peers are remembered."""
+_AWAY_S = 10.0
+"""If nobody decides between answers that differ, other peers of the blocks that are known may be back in this time: one
+restarts, or is banned for some seconds. Training waits for it."""
 GRADIENT_TIMES = 4.0
 """Gradients may differ by four times the tolerance of outputs, since they cross the blocks twice.
 
@@ -126,6 +130,8 @@ class PassChecks:
         opinions = [own]
         while len(opinions) < _MOST_OPINIONS:
             another = await self._another(span, asked, opinions, patience, ask)
+            if another is None and len(opinions) > 1:
+                another = await self._back_in_time(span, unfit, opinions, patience, ask)
             if another is None:
                 break
             alike = [each for each in opinions if await self._agree(each, another, is_gradient=is_gradient)]
@@ -177,6 +183,28 @@ class PassChecks:
             if trio.current_time() >= patience.until_s:
                 return None
         return None
+
+    async def _back_in_time(
+        self,
+        span: Span,
+        unfit: Collection[PeerId],
+        opinions: Sequence[_Opinion],
+        patience: _Patience,
+        ask: Callable[[PeerConnection], Awaitable[PassAnswer]],
+    ) -> _Opinion | None:
+        """The answer of a further peer, if one that is known, and was away or silent, is there again in time."""
+        until_s = trio.current_time() + _AWAY_S
+        apart = {*unfit, *(each.peer for each in opinions)}
+        while trio.current_time() < until_s and self._is_another_known(span, apart):
+            with trio.move_on_after(self._finder.policy.route.retry_s):
+                await self._finder.wait_changed()
+            another = await self._another(span, {*apart}, opinions, _Patience(patience.each_s, until_s), ask)
+            if another is not None:
+                return another
+        return None
+
+    def _is_another_known(self, span: Span, apart: Collection[PeerId]) -> bool:
+        return any(each.offer.span.covers(span) and each.peer not in apart for each in self._finder.holders())
 
     def _silent_now(self) -> list[PeerId]:
         now_s = trio.current_time()
