@@ -10,6 +10,7 @@ import trio
 from llmnode import _native
 from llmnode.core.budget import Resource
 from llmnode.errors import PeerRefused, PeerUnreachable, RemoteProtocolError
+from llmnode.swarm.view_exchange import QUESTIONS
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.messages import RefusalCode, check_empty, pack
 from llmnode.wire.probe_messages import Probed
@@ -108,7 +109,7 @@ async def answer_any(swarm: Swarm | None, conduct: Conduct, link: Link, frame: F
     """
     if frame.type is FrameType.PROBE:
         await link.send(_answer_probe(conduct, link, frame))
-    elif frame.type is FrameType.VIEW and swarm is not None:
+    elif frame.type in QUESTIONS and swarm is not None:
         await link.send(_answer_with_view(swarm, link, frame))
     elif frame.type is FrameType.NEWS and swarm is not None:
         await swarm.take_news(frame, link)

@@ -16,6 +16,7 @@ from llmnode.core.ids import SESSION_ID_BYTES, Epoch, PeerId, SessionId, Step
 from llmnode.core.policy import SwarmPolicy
 from llmnode.core.priority import PRIORITIES
 from llmnode.core.span import Span
+from llmnode.core.view_digests import BUCKETS, DIGEST_BYTES, HASH_BYTES, SALT_BYTES
 from llmnode.wire.announcement import pack_news, pack_sequences, sign_announcement
 from llmnode.wire.frame import Frame, FrameType, encode
 from llmnode.wire.messages import Clock, Description, ForkRequest, Lease, Neighbours, OpenRequest, Replay, pack
@@ -192,8 +193,12 @@ class Attacker:
         return Frame(kind, step=Step(chance.getrandbits(32)), meta=pack(request), payload=payload)
 
     def _view(self) -> Frame:
+        clock, kind = pack(Clock(NOW_MS)), self.chance.choice((FrameType.VIEW, FrameType.DIGESTS, FrameType.MISSING))
+        if kind is not FrameType.VIEW:
+            sizes = SALT_BYTES + BUCKETS * DIGEST_BYTES, 3 * HASH_BYTES
+            return Frame(kind, meta=clock, payload=self.chance.randbytes(self.chance.choice(sizes)))
         known = {PeerId(self.chance.randbytes(20).hex()): self.chance.getrandbits(40) for _ in range(3)}
-        return Frame(FrameType.VIEW, meta=pack(Clock(NOW_MS)), payload=pack_sequences(known))
+        return Frame(kind, meta=clock, payload=pack_sequences(known))
 
     def _news(self) -> Frame:
         """An announcement that its peer never signed. If it were believed, the server would go on asking that peer for

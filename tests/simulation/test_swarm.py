@@ -11,6 +11,7 @@ import pytest
 import trio
 
 from llmnode.core.announcement import Announcement, SignedAnnouncement, SignedBody
+from llmnode.core.policy import SwarmPolicy
 from llmnode.core.span import Span
 from llmnode.core.view import Source
 from llmnode.errors import RemoteProtocolError
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 FAR = Conditions(delay_s=0.05)
 SPAN = Span(0, 2)
 SPANS = [Span(0, 2), Span(2, 4), Span(4, 6)]
+DIGESTS_ALWAYS = SwarmPolicy(digest_peers=1)
+"""However few peers a node knows."""
 STRANGE = peer_named("strange")
 NEW_WITHIN_S = 10.0
 DEAD_WITHIN_S = 60.0
@@ -159,15 +162,16 @@ def with_altitude(node: SimulatedNode) -> set[str]:
     return {each.announcement.peer for each in held if b"altitude" in each.signed.body}
 
 
+@pytest.mark.parametrize("policy", [SwarmPolicy(), DIGESTS_ALWAYS], ids=["sequences", "digests"])
 @pytest.mark.parametrize("newer", [{0}, {1}, {0, 1}], ids=str)
 @simulated
 async def test_nodes_that_announce_a_field_more_and_nodes_without_it_are_one_swarm(
-    newer: set[int], monkeypatch: pytest.MonkeyPatch
+    newer: set[int], policy: SwarmPolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The views are whole after a minute, and sessions run over servers of both kinds."""
     names = {peer_named(f"server{number}") for number in range(len(SPANS)) if number % 2 in newer}
     grow(monkeypatch, names)
-    async with open_world(conditions=FAR) as swarm:
+    async with open_world(conditions=FAR, swarm_policy=policy) as swarm:
         relay = await swarm.start_relay("relay")
         nodes = [
             await swarm.start(f"server{number}", span, contacts=relay.network.addresses)
@@ -183,15 +187,16 @@ async def test_nodes_that_announce_a_field_more_and_nodes_without_it_are_one_swa
             await Dialogue(session, random.Random(1)).step(3)
 
 
+@pytest.mark.parametrize("policy", [SwarmPolicy(), DIGESTS_ALWAYS], ids=["sequences", "digests"])
 @pytest.mark.parametrize("old", ["relay", "server0", "server1 server2", "relay server0 server2"])
 @simulated
 async def test_nodes_of_protocol_1_are_told_only_what_they_can_read_and_keep_no_field_from_the_others(
-    old: str, monkeypatch: pytest.MonkeyPatch
+    old: str, policy: SwarmPolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old_peers = {peer_named(name) for name in old.split()}
     names = {peer_named(f"server{number}") for number in range(len(SPANS))} - old_peers
     grow(monkeypatch, names)
-    async with open_world(conditions=FAR) as swarm:
+    async with open_world(conditions=FAR, swarm_policy=policy) as swarm:
         swarm.internet.old |= old_peers
         relay = await swarm.start_relay("relay")
         nodes = [

@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING
 from llmnode.core.announcement import PeerState
 from llmnode.core.fair_shares import FairShares
 from llmnode.core.rates import Rates
+from llmnode.core.view_digests import entry_of, hash_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from llmnode.core.announcement import Announcement, Offer, SignedAnnouncement
     from llmnode.core.ids import PeerId
     from llmnode.core.policy import SwarmPolicy
+    from llmnode.core.view_digests import Entry, PeerHash
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,7 @@ class Source:
 @dataclass(slots=True)
 class _Entry:
     signed: SignedAnnouncement
+    entry: Entry
     expires_ms: int
     """By our clock and its word, whichever is earlier."""
     since_ms: int
@@ -99,6 +102,7 @@ class View:
         same_state = before is not None and _stage(before.announcement.offer) == _stage(offer)
         self._newest[peer] = _Entry(
             signed,
+            entry_of(peer, announcement.sequence),
             expires_ms=min(announcement.expires_ms, now_ms + int(1000 * self._policy.lifetime_s)),
             since_ms=before.since_ms if before is not None and same_state else now_ms,
         )
@@ -144,9 +148,9 @@ class View:
     def newer_than(self, sequences: Mapping[PeerId, int]) -> list[SignedAnnouncement]:
         """The announcements that a peer with `sequences` lacks: those of peers that we have met come first."""
         return [
-            entry.signed
-            for peer, entry in sorted(self._newest.items(), key=lambda each: each[0] in self._heard)
-            if entry.announcement.sequence > sequences.get(peer, -1)
+            self._newest[peer].signed
+            for peer in self._met_first(self._newest)
+            if self._newest[peer].announcement.sequence > sequences.get(peer, -1)
         ]
 
     def lacks(self, sequences: Mapping[PeerId, int]) -> list[PeerId]:
@@ -156,6 +160,15 @@ class View:
             for peer, sequence in sequences.items()
             if (held := self._newest.get(peer)) is None or held.announcement.sequence < sequence
         ]
+
+    def entries(self) -> dict[Entry, PeerId]:
+        """The entry of each peer, by which two views are compared."""
+        return {held.entry: peer for peer, held in self._newest.items()}
+
+    def of_hashes(self, hashes: Collection[PeerHash]) -> list[SignedAnnouncement]:
+        """The announcements of the peers with these hashes: those of peers that we have met come first."""
+        held = {peer: entry for peer, entry in self._newest.items() if hash_of(entry.entry) in hashes}
+        return [held[peer].signed for peer in self._met_first(held)]
 
     def announcements(self) -> list[Announcement]:
         """All that hold, those of peers that left excepted; in the order of their peers."""
@@ -171,6 +184,9 @@ class View:
 
     def of_model(self, digest: bytes) -> list[Announcement]:
         return [each for each in self.announcements() if each.offer.profile.model_digest == digest]
+
+    def _met_first(self, peers: Iterable[PeerId]) -> list[PeerId]:
+        return sorted(peers, key=self._heard.__contains__)
 
     def _free_place(self, newcomer: PeerId) -> bool:
         """Whether `newcomer` is not the one that goes."""

@@ -27,16 +27,8 @@ from llmnode.errors import ConfigError, PeerError, RemoteProtocolError
 from llmnode.swarm.entering import enter
 from llmnode.swarm.former_peers import peer_of
 from llmnode.swarm.peer_connection import source_of
-from llmnode.wire.announcement import (
-    checked,
-    forms_for,
-    pack_news,
-    pack_sequences,
-    sequences_for,
-    sign_announcement,
-    unpack_news,
-    unpack_sequences,
-)
+from llmnode.swarm.view_exchange import ViewExchange
+from llmnode.wire.announcement import checked, forms_for, pack_news, sign_announcement, unpack_news
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.messages import Clock, pack, unpack
 
@@ -49,6 +41,7 @@ if TYPE_CHECKING:
     from llmnode.ports import Directory, Link, Network
     from llmnode.swarm.peer_connection import PeerConnection
     from llmnode.swarm.pool import ConnectionPool
+    from llmnode.wire.announcement import News
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +82,7 @@ class Swarm:
         self._rng = rng or random.Random()
         named = (PeerId(each.rpartition("/p2p/")[2]) for each in contacts)
         self.view = View(policy, {network.peer, *named}, self._rng)
+        self._view_exchange = ViewExchange(self.view, policy, now_ms)
         self._clocks = Clocks(policy)
         self._exchanges = Exchanges(policy, self._rng)
         self._network = network
@@ -242,23 +236,14 @@ class Swarm:
 
     async def exchange(self, connection: PeerConnection) -> None:
         """Exchange views with a peer. Afterwards both know what either knew. Raises PeerError."""
-        asked_ms = self._now_ms()
-        answer = await connection.ask_peer(
-            FrameType.VIEW,
-            FrameType.NEWS,
-            self._policy.exchange_timeout_s,
-            pack(Clock(asked_ms)),
-            pack_sequences(sequences_for(connection.version, self.view.newer_than({}))),
-        )
-        try:
-            clock = unpack(Clock, answer.meta)
-            news = unpack_news(answer.payload, self._policy)
+
+        async def believe(news: News) -> None:
             await self._merge(news.read(), connection.source)
-        except RemoteProtocolError as error:
-            raise error.blame(connection.peer) from None
+
+        told = await self._view_exchange.ask(connection, believe)
         self.view.meet(connection.source)
-        self._note_clock(connection.peer, clock.now_ms - (asked_ms + self._now_ms()) // 2, asked=True)
-        await self.introduce(connection, news.wanted)
+        self._note_clock(connection.peer, told.ahead_ms, asked=True)
+        await self.introduce(connection, told.wanted)
 
     async def introduce(self, connection: PeerConnection, peers: Iterable[PeerId]) -> None:
         """Send a peer the announcements of `peers` that we have. Raises PeerUnreachable."""
@@ -272,18 +257,15 @@ class Swarm:
 
     @property
     def most_answer_bytes(self) -> int:
-        """The answer to a VIEW frame has at most this size."""
-        return min(len(self.view) * self._policy.announcement_bytes, self._policy.exchange_bytes)
+        """An answer about our view has at most this size."""
+        return self._view_exchange.most_answer_bytes
 
     def answer(self, frame: Frame, link: Link) -> Frame:
-        """The NEWS that answers a VIEW frame of a peer. Raises RemoteProtocolError."""
+        """The answer to a question of a peer about our view. Raises RemoteProtocolError."""
         clock = unpack(Clock, frame.meta)
         self._note_clock(link.peer, clock.now_ms - self._now_ms(), asked=False)
-        theirs = unpack_sequences(frame.payload, self._policy)
         self._drop_expired()
-        forms = forms_for(link.version, self.view.newer_than(theirs), theirs)
-        payload = pack_news(forms, self.view.lacks(theirs), self._policy)
-        return Frame(FrameType.NEWS, step=frame.step, meta=pack(Clock(self._now_ms())), payload=payload)
+        return self._view_exchange.answer(frame, link.version)
 
     async def take_news(self, frame: Frame, link: Link) -> None:
         """Believe an unasked NEWS frame, as far as it is signed. Raises RemoteProtocolError."""

@@ -58,6 +58,8 @@ class PeerConnection:
         """When the peer was told about its next hops."""
         self.knows_prompts = True
         """False once the peer has said that it knows no deep prompts."""
+        self.knows_digests = True
+        """False once the peer has said that it knows no digests of views."""
         self.knows_dropout = True
         """False once the peer has said that it knows no dropout."""
         self._listeners: dict[SessionId, tuple[Callable[[Frame], None], Callable[[], None]]] = {}

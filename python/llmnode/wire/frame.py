@@ -61,7 +61,7 @@ class FrameType(IntEnum):
     VIEW = 11
     """Asks for announcements; the payload says which the asker has (`announcement.py`)."""
     NEWS = 12
-    """Announcements: the answer to VIEW, and what the asker then sends of its own."""
+    """Announcements: the answer to VIEW and MISSING, and what the asker then sends of its own."""
     NEIGHBOURS = 13
     FORWARDED = 14
     REPLAY = 15
@@ -97,6 +97,11 @@ class FrameType(IntEnum):
     PROBE = 35
     """Bytes by which a peer measures how fast it sends."""
     PROBED = 36
+    DIGESTS = 37
+    """Asks where two views differ (`view_digests.py`)."""
+    DIFFERING = 38
+    MISSING = 39
+    """Asks for the announcements of some peers. NEWS answers it."""
 
     @classmethod
     def _missing_(cls, value: object) -> FrameType | None:

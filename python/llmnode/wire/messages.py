@@ -243,7 +243,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """The metadata of VIEW and NEWS frames: the sender's time, in ms since 1970."""
+    """The metadata of VIEW, NEWS, DIGESTS, DIFFERING and MISSING frames: the sender's time, in ms since 1970."""
 
     now_ms: Milliseconds
 

@@ -44,6 +44,8 @@ NEW = frozenset(
         FrameType.PART,
         FrameType.WANT,
         FrameType.PROBE,
+        FrameType.DIGESTS,
+        FrameType.MISSING,
     )
 )
 """Questions that such a peer does not know."""

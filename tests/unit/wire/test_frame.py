@@ -140,6 +140,9 @@ def test_the_number_of_a_frame_type_never_changes() -> None:
         "GRANT": 34,
         "PROBE": 35,
         "PROBED": 36,
+        "DIGESTS": 37,
+        "DIFFERING": 38,
+        "MISSING": 39,
     }
 
 

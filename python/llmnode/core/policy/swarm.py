@@ -183,5 +183,8 @@ class SwarmPolicy:
     announcement_bytes: int = 4096
     addresses: int = 8
     dht: DhtPolicy = field(default_factory=DhtPolicy)
+    digest_peers: int = 64
+    """A node that knows this many peers sends digests of its view: 2 kB. The sequence numbers of fewer peers are hardly
+    larger, and spare a round trip."""
     exchange_bytes: int = 4 << 20
     """The largest list of announcements in one frame. A view of 4096 announcements of a kilobyte each fits in."""
