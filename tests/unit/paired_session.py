@@ -250,7 +250,7 @@ class PairedSession:
         except PeerError:
             self._abandon(hops)
             raise
-        state.replace(lost, hops)
+        state.replace([lost], hops)
 
     def _join_gaps(self, hops: Sequence[PairedHop]) -> list[PairedHop]:
         """With one lost hop for all that follow each other, as only the inputs of the first are known."""

@@ -130,15 +130,23 @@ class SessionHops:
     async def rebuild(
         self, lost: SessionHop, route: Route, connections: Mapping[PeerId, PeerConnection], failures: StepFailures
     ) -> Sequence[SessionHop]:
-        """Put new hops in the place of `lost`, which have computed its inputs; returns them. Raises PeerError.
+        """Put new hops in the place of `lost`, which have computed its inputs; returns them. Raises PeerError."""
+        hops = await self.replayed(lost, route, connections, failures)
+        self.state.replace([lost], hops)
+        return hops
+
+    async def replayed(
+        self, first: SessionHop, route: Route, connections: Mapping[PeerId, PeerConnection], failures: StepFailures
+    ) -> Sequence[SessionHop]:
+        """New hops that have computed the inputs of `first`, lost or not, and are in no place yet. Raises PeerError.
 
         They do so in an epoch of their own, so that a frame of theirs that comes too late is never taken for another.
         After a dispute all their results come to the client, which then knows for certain whether one lies.
         """
         state, policy = self.state, self.terms.policy
-        before = state.before(lost)
+        before = state.before(first)
         state.begin_epoch()
-        told = [None, *state.until(lost)][-2:] if policy.recovery.upstream_logs else []
+        told = [None, *state.until(first)][-2:] if policy.recovery.upstream_logs else []
         hops = await self._open_hops(route, connections, told, quiet=True, pushing=not failures.is_disputed)
         try:
             await self._hold_replay(before, hops)
@@ -148,25 +156,24 @@ class SessionHops:
                 state.log_inputs(result, hops, before)
                 results.append(result)
 
-            await self._replay(lost, hops, commit, failures)
+            await self._replay(first, hops, commit, failures)
             for result in results:  # of a replay that was given up, nothing is kept
                 await self._take_receipts(result, hops, replay=True)
             self.check_open()  # nobody would close these
         except BaseException:
             await self.abandon(hops)
             raise
-        state.replace(lost, hops)
         return hops
 
     async def _replay(
-        self, lost: SessionHop, hops: Sequence[SessionHop], commit: Commit, failures: StepFailures
+        self, first: SessionHop, hops: Sequence[SessionHop], commit: Commit, failures: StepFailures
     ) -> None:
-        """Have new `hops` compute the inputs of `lost`, in a time that follows their number. Raises PeerError."""
+        """Have new `hops` compute the inputs of `first`, in a time that follows their number. Raises PeerError."""
         policy, began_s = self.terms.policy, trio.current_time()
         most_s = policy.step_timeout_s + self.state.position / policy.recovery.replay_positions_per_s
         is_done = False
         try:
-            await run_chunks(hops, self.state.replays(lost), policy, commit, began_s + most_s)
+            await run_chunks(hops, self.state.replays(first), policy, commit, began_s + most_s)
             is_done = True
         finally:
             failures.add_try(trio.current_time() - began_s, failed=not is_done)

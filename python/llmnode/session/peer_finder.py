@@ -21,6 +21,7 @@ from llmnode.core.route import Hop, Route, cost_s, fastest, find_detour, find_ro
 from llmnode.core.span import Span
 from llmnode.core.view import online
 from llmnode.errors import NoRoute, PeerError, PeerRefused, PeerUnreachable
+from llmnode.session.better_routes import BetterRoutes
 from llmnode.session.newcomers import Newcomers
 from llmnode.session.peer_records import PeerRecords
 from llmnode.session.reaching import Reaching
@@ -80,6 +81,8 @@ class PeerFinder:
         self._trials = Trials(model, policy, self.reaching, self.note_served, self.report)
         self.records = PeerRecords(model, policy, pool, swarm, self.reaching, self._trials)
         self._newcomers = Newcomers(model.blocks, policy, self.records.standing, self._trials, self.rng)
+        proofs = self._trials, self._newcomers
+        self.better_routes = BetterRoutes(pool, self.records, self.reaching, proofs, self._candidates, self.rng)
         self._warmed: dict[Route, float] = {}  # routes whose standbys were looked for, and when
 
     async def look_up(self) -> None:

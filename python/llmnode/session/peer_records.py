@@ -11,7 +11,7 @@ import trio
 
 from llmnode.core.peers.bans import Bans
 from llmnode.core.peers.broken_promises import BrokenPromises
-from llmnode.core.peers.standing import Standing, candidate_of
+from llmnode.core.peers.standing import DecodeTime, Standing, candidate_of
 from llmnode.core.peers.suspicion import Suspicion
 from llmnode.core.peers.whereabouts import groups_of
 from llmnode.core.route import HopCost
@@ -90,11 +90,16 @@ class PeerRecords:
         beside: Collection[PeerId] = (),
         at_once: int = 0,
         needs_kv: bool = True,
+        without_one: Collection[PeerId] = (),
     ) -> tuple[Mapping[PeerId, HopCost], dict[PeerId, HopCost]]:
-        """The costs without what makes some peers dearer, and `costs`, be it for what `needs_kv` or not."""
+        """The costs without what makes some peers dearer, and `costs`, be it for what `needs_kv` or not.
+
+        At some peers they are those `without_one` of the client's sessions: for itself it is no load.
+        """
         now_s, round_trips_s = trio.current_time(), self._reaching.round_trips_s()
         began_s = {each.peer: [*each.sessions.values()] for each in self._pool.living()}
         own = self.own.at_peers(announcements, began_s, self._swarm.age_s, now_s)
+        own |= {peer: own[peer].without_one() for peer in without_one if peer in own}
         row_bytes, first = self._model.row_bytes, min(positions, at_once + self._policy.route.first_positions)
         candidates = [
             candidate_of(each, row_bytes, round_trips_s.get(each.peer), own.get(each.peer)) for each in announcements
@@ -123,3 +128,13 @@ class PeerRecords:
                 block_s = penalty * cost.block_s + doubt_s / self._model.blocks
                 costs[peer] = HopCost(penalty * cost.hop_s + wait_s, block_s, cost.way_s)
         return believed, costs
+
+    def decodes(self, announcements: Sequence[Announcement]) -> dict[PeerId, DecodeTime]:
+        """The time of a decode at each peer, by what it says, and the decodes that other clients have there."""
+        own = self.own.at_peers(announcements, {}, self._swarm.age_s, trio.current_time())
+        found = {}
+        for each in announcements:
+            load, announced = each.offer.load or 0.0, own[each.peer].announced if each.peer in own else 0.0
+            others = max(0.0, load - announced)
+            found[each.peer] = DecodeTime(each.offer.block_us / 1e6, each.offer.further_block_s, others)
+        return found

@@ -17,7 +17,7 @@ from llmnode.core.peers.unreached import Unreached
 from llmnode.core.peers.whereabouts import groups_of, in_turns
 from llmnode.core.policy import ProbePolicy
 from llmnode.errors import ConfigError, PeerError, PeerTimeout, PeerUnreachable
-from llmnode.swarm.probing import measure_round_trip
+from llmnode.swarm.probing import measure_round_trip, measure_upload
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
@@ -48,6 +48,8 @@ class Reaching:
         self._unreached = Unreached(policy)
         self._measuring: set[PeerId] = set()
         self._measured: dict[PeerId, RoundTrip] = {}  # the latest ones at the end
+        self._upload: tuple[float, float] | None = None  # bytes/s, and when that was measured
+        self._measures_upload = False
 
     def round_trips_s(self) -> dict[PeerId, float]:
         """The round trips to the servers that answered when they were last measured."""
@@ -131,6 +133,30 @@ class Reaching:
         for each in [*(each for each in wanted if each.peer in first), *islice(others, most)]:
             self._measuring.add(each.peer)
             self._pool.start_soon(partial(self._measure, each))
+
+    def upload_bytes_per_s(self) -> float:
+        """How fast a server has taken bytes from this client; 0 while none has."""
+        return 0.0 if self._upload is None else self._upload[0]
+
+    def measure_upload(self, announcement: Announcement, again_s: float) -> None:
+        """Begin to measure how fast the server takes bytes, unless that was measured with one for `again_s`."""
+        now_s = trio.current_time()
+        is_fresh = self._upload is not None and now_s < self._upload[1] + again_s
+        if not is_fresh and not self._measures_upload and announcement.addresses:
+            self._measures_upload = True
+            self._pool.start_soon(partial(self._measure_upload, announcement))
+
+    async def _measure_upload(self, announcement: Announcement) -> None:
+        try:
+            with suppress(PeerError):
+                connection = await self._connect(announcement, self._policy.measure_s, keeps=False)
+                try:
+                    rate = await measure_upload(connection.best, ProbePolicy())
+                    self._upload = rate, trio.current_time()
+                finally:
+                    await self._pool.release(connection)
+        finally:
+            self._measures_upload = False
 
     async def _warm(self, announcement: Announcement) -> None:
         with suppress(PeerError):

@@ -34,6 +34,7 @@ from llmnode.session import handover
 from llmnode.session.chunk_run import run_chunk, run_chunks
 from llmnode.session.failures import LetGo, StepFailures
 from llmnode.session.hops import SessionHops
+from llmnode.session.moving import Moved, Moving
 from llmnode.session.overflow import Given, OverflowClaims, not_sent
 from llmnode.session.recovery import Recoverer
 from llmnode.session.rows import Rows
@@ -79,6 +80,7 @@ class InferenceSession:
         self.rows = rows or Rows()
         """The sessions that were opened beside each other, and this one."""
         self._recoverer = Recoverer(self._hops, self.rows)
+        self._moving = Moving(self._hops)
         self._is_exported = False
 
     @property
@@ -115,6 +117,11 @@ class InferenceSession:
     def recoveries(self) -> Sequence[Recovery]:
         """In the order in which peers were lost."""
         return self._recoverer.recoveries
+
+    @property
+    def moves(self) -> Sequence[Moved]:
+        """Its moves to better peers."""
+        return self._moving.moves
 
     async def open(self, route: Route, connections: Mapping[PeerId, PeerConnection]) -> None:
         """Open the session at every hop of `route`, over `connections` to their peers.
@@ -289,6 +296,8 @@ class InferenceSession:
                     await self._hops.settle()
                     await self._hops.switch_to_direct()
                     await self._hops.leave_outdone()
+                    if self._state.step >= self._moving.at_step:
+                        await self._moving.look()
                     await work()
                     if failures is not None:
                         self._got_through(failures)

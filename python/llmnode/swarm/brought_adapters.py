@@ -49,6 +49,13 @@ class BroughtAdapters:
         self.is_unable = False
         """The peer knows no adapters."""
 
+    def lacking_bytes(self, adapter: Adapter, span: Span) -> int:
+        """The bytes of its parts in the blocks of `span` that were not brought yet, as far as one knows."""
+        brought = self._brought.get(adapter.digest, ())
+        return sum(
+            len(adapter.parts[each.block]) for each in adapter.manifest.within(span) if each.block not in brought
+        )
+
     async def using(self, adapter: Adapter, span: Span, timeout_s: float, ask: Callable[[], Awaitable[T]]) -> T:
         """Have the server hold the parts of `adapter` in the blocks of `span`, and then `ask` for something.
 

@@ -151,6 +151,8 @@ class World:
         self._said_us: dict[str, int] = {}
         self.said_share = 1.0
         """Servers that start announce that each further decode of a forward adds this share of the first one."""
+        self.said_prefill_share = 1.0
+        """They announce that each position of a prompt takes this share of a decode."""
         self._adapters: dict[str, Mapping[AnnouncedAdapter, Adapter]] = {}
         self._lives = 0
 
@@ -298,7 +300,7 @@ class World:
             async def measure(worker: Worker, _model: ModelInfo) -> ComputeSpeed:
                 rate = 1e6 / (max(1, self._said_us[name]) * len(worker.span))
                 shared = rate * SHARED_SESSIONS / (1 + self.said_share * (SHARED_SESSIONS - 1))
-                return ComputeSpeed(rate, shared, rate, SHARED_SESSIONS)
+                return ComputeSpeed(rate, shared, rate / self.said_prefill_share, SHARED_SESSIONS)
 
             source = ExactSource(model, KV_TOKENS, FORWARD_S)
             own = self._adapters[name]

@@ -45,6 +45,10 @@ class PushState:
         waits = now_s < self._asked_later_s or self._pauses.is_banned(receiver, now_s)
         return self.is_trusted and not (waits and receiver in self._failed)
 
+    def forget(self, receiver: PeerId) -> None:
+        """It is to push to this one no more: whether it could is of no interest."""
+        self._failed.discard(receiver)
+
     def fail(self, receiver: PeerId, now_s: float, retry_after_s: float | None = None) -> None:
         """It cannot push to `receiver`, or a push got lost. It may say when it will know more."""
         self.receiver = None

@@ -174,10 +174,10 @@ class SessionState(Generic[HopT]):
     def before(self, hop: HopT) -> HopT | None:
         return next(reversed(self.until(hop)), None)
 
-    def replace(self, lost: HopT, hops: Sequence[HopT]) -> None:
-        """Other hops have computed all inputs of `lost`: they take its place."""
-        index = self.hops.index(lost)
-        self.hops[index : index + 1] = hops
+    def replace(self, left: Sequence[HopT], hops: Sequence[HopT]) -> None:
+        """Other hops have computed all inputs of `left`, some hops in a row: they take their place."""
+        index = self.hops.index(left[0])
+        self.hops[index : index + len(left)] = hops
 
     # Copies
 

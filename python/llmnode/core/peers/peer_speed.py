@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from statistics import median
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -32,6 +33,11 @@ class PeerSpeed:
             if slowest_s is None or scaled_s > slowest_s:
                 slowest_s = scaled_s
         return slowest_s
+
+    def usual_s(self, most_positions: int) -> float | None:
+        """The median of the known steps of at most this number of positions. None if there are none."""
+        took_s = [each_s for positions, each_s in self._took if positions <= most_positions]
+        return median(took_s) if took_s else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,6 +69,11 @@ class DecodeTime(NamedTuple):
         there = self.others + own
         return self.alone_s + there * self.further_s + min(1.0, there) * self.alone_s / 2
 
+    @property
+    def slowdown(self) -> float:
+        """The factor by which the others make it longer."""
+        return self.beside_s(0.0) / self.alone_s if self.alone_s else 1.0 + self.others
+
 
 class Candidate(NamedTuple):
     """A peer that could get a session, and what it says. A tuple: each choice makes one for each server of a swarm."""
@@ -148,6 +153,12 @@ class OwnUse(NamedTuple):
     """The steps of its sessions that are there at a time, now."""
     announced: float = 0.0
     """The same when the peer announced its load, which has them in it: the most that it may have been."""
+
+    def without_one(self) -> OwnUse:
+        """The same if one of the sessions were not there."""
+        others = max(0, self.sessions - 1)
+        share = others / self.sessions if self.sessions else 1.0
+        return OwnUse(others, min(self.lately, others), self.load * share, self.announced)
 
 
 def candidate_of(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from llmnode.core.policy.budget import BudgetPolicy, TurnPolicy
 from llmnode.core.policy.client import (
     ClientPolicy,
+    MovePolicy,
     PassPolicy,
     PushPolicy,
     RecoveryPolicy,
@@ -43,6 +44,7 @@ __all__ = [
     "LifePolicy",
     "LinkPolicy",
     "MdnsPolicy",
+    "MovePolicy",
     "PackPolicy",
     "PassPolicy",
     "PeerstorePolicy",

@@ -159,6 +159,36 @@ class TrialPolicy:
 
 
 @dataclass(frozen=True, slots=True)
+class MovePolicy:
+    """When a session that is served well goes over to a better route, see `core/moves.py`."""
+
+    enabled: bool = True
+    look_s: float = 15.0
+    """A session looks for a better route once in this time, or in up to twice that. Servers announce their loads every
+    15 s or so. The time doubles with each move that the session has tried, whether that went well or not."""
+    tried_s: float = 5.0
+    """When servers that only say that they are better are tried, it looks again after this time."""
+    first_steps: int = 32
+    """And not before it has done this number of steps. Until then its hops have not proved themselves, and it is
+    expected to do few more."""
+    repays_times: float = 2.0
+    """A move is to bring this many times its price. Each of them is an estimate that may be off by a third or so."""
+    least_share: float = 0.2
+    """And a step is to take this share less. Loads and round trips go up and down by a tenth or two."""
+    longest_s: float = 10.0
+    """No text stops for a longer time, as far as one knows before: somebody may read it."""
+    patience_s: float = 2.0
+    """A move is given up after `repays_times` times its price and this: a fast one may have to send a packet twice."""
+    drift: float = 0.25
+    """A session looks if others are known, or have other loads, or if its own steps took this share more or less."""
+    least_chance: float = 0.25
+    """This share of the sessions that see the same better server go there at a time, if others use the old one. Their
+    load is announced before most of the others look again. A server of the same speed is to get half of them."""
+    upload_again_s: float = 300.0
+    """A client's upload is measured again after this time, if a price depends on it."""
+
+
+@dataclass(frozen=True, slots=True)
 class PushPolicy:
     """When hops push their results to each other, and not by way of the client."""
 
@@ -285,6 +315,7 @@ class ClientPolicy:
     chunks_ahead: int = 3
     """Chunks of one session that are under way together. It is less than servers accept, `ServePolicy.steps_ahead`."""
     route: RoutePolicy = field(default_factory=RoutePolicy)
+    moves: MovePolicy = field(default_factory=MovePolicy)
     push: PushPolicy = field(default_factory=PushPolicy)
     relayed: RelayedPolicy = field(default_factory=RelayedPolicy)
     recovery: RecoveryPolicy = field(default_factory=RecoveryPolicy)

@@ -1,0 +1,240 @@
+"""Looks for a route that is better than that of a session, if going over to it repays the replay.
+
+The servers of such a route have computed for this client, if only in a trial. Those that only say that they are better
+are tried first. Each look is one of a client's: its sessions move one by one.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import trio
+
+from llmnode.core.moves import NewHop, chance, crowded, find_moves, price_s, repays, steps_left
+from llmnode.core.peers.ways import believed_ways
+from llmnode.core.route import HopCost
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+    from llmnode.core.announcement import Announcement
+    from llmnode.core.ids import PeerId
+    from llmnode.core.moves import Move
+    from llmnode.core.peers.standing import DecodeTime
+    from llmnode.core.route import Hop, Route
+    from llmnode.session.newcomers import Newcomers
+    from llmnode.session.peer_records import PeerRecords
+    from llmnode.session.reaching import Reaching
+    from llmnode.session.trials import Trials
+    from llmnode.swarm.pool import ConnectionPool
+    from llmnode.wire.session_terms import SessionTerms
+
+LOADS = 2
+"""Loads count as the same if they are in the same half of a decode."""
+
+
+@dataclass(frozen=True, slots=True)
+class Standpoint:
+    """A session between two steps."""
+
+    route: Route
+    terms: SessionTerms
+    position: int
+    steps: int
+    step_s: float
+    """The time of a step, as it has measured it."""
+
+
+@dataclass(frozen=True, slots=True)
+class BetterRoute:
+    """A move that repays its price."""
+
+    move: Move
+    price_s: float
+    gain_s: float
+    """The time that it is expected to save in all, without the price."""
+    usable: Sequence[Announcement]
+
+
+@dataclass(slots=True)
+class LastLook:
+    """The servers and the time of a step when a session looked last. If nothing is different it need not look again."""
+
+    news: Collection[object] = ()
+    step_s: float = 0.0
+    waits: bool = True
+    """There was a better route. The session was to wait, or it did not repay its price yet."""
+    tries: bool = False
+    """Servers are tried that say that they are better."""
+
+    def is_like(self, news: Collection[object], step_s: float, drift: float) -> bool:
+        """Whether the same servers are known as then, and steps take the same time."""
+        return not self.waits and self.news == news and abs(step_s - self.step_s) <= drift * self.step_s
+
+
+@dataclass(slots=True)
+class _Prices:
+    """The figures for the price of a move of one session."""
+
+    session: Standpoint
+    servers: Mapping[PeerId, Announcement]
+    costs: Mapping[PeerId, HopCost]
+    decodes: Mapping[PeerId, DecodeTime]
+    pool: ConnectionPool
+    upload_bytes_per_s: float
+    """The client's own."""
+    needs_upload: bool = field(default=False, init=False)
+    """The price depended on it."""
+
+    def price_s(self, move: Move) -> float:
+        session = self.session
+        before = session.route[move.first - 1].peer if move.first else None
+        new = []
+        for hop in move.hops:
+            offer = self.servers[hop.peer].offer
+            prefill_s = offer.speed.prefill_s or offer.block_us / 1e6 or HopCost().block_s
+            prefill_s *= len(hop.span) * self.decodes[hop.peer].slowdown
+            new.append(NewHop(self._input_s(before), prefill_s, self._brought_s(hop)))
+            before = hop.peer
+        peers = [hop.peer for hop in move.after(session.route)]
+        return price_s(new, session.position, max(2 * self.costs[peer].way_s for peer in peers))
+
+    def _input_s(self, sender: PeerId | None) -> float:
+        rate = self._own_upload() if sender is None else self.servers[sender].offer.speed.upload_bytes_per_s
+        terms = self.session.terms
+        return terms.form.bytes_of(1) / (rate or terms.policy.standing.first_bytes_per_s)
+
+    def _brought_s(self, hop: Hop) -> float:
+        """The time for the adapter and the prompts that the client brings to `hop`, as far as they are not there."""
+        terms = self.session.terms
+        size_bytes = terms.prompts.of_blocks(hop.span.start, hop.span.end).size_bytes
+        if (adapter := terms.adapter) is not None:
+            offered = self.servers[hop.peer].offer.adapters
+            living = [each.adapters for each in self.pool.living() if each.peer == hop.peer]
+            if all(each.digest != adapter.digest for each in offered):
+                parts = sum(len(adapter.parts[each.block]) for each in adapter.manifest.within(hop.span))
+                size_bytes += min((each.lacking_bytes(adapter, hop.span) for each in living), default=parts)
+        return size_bytes / (self._own_upload() or terms.policy.standing.first_bytes_per_s) if size_bytes else 0.0
+
+    def _own_upload(self) -> float:
+        self.needs_upload = True
+        return self.upload_bytes_per_s
+
+
+class BetterRoutes:
+    """For one client. `candidates` names the servers with KV for a number of positions."""
+
+    def __init__(
+        self,
+        pool: ConnectionPool,
+        records: PeerRecords,
+        reaching: Reaching,
+        proofs: tuple[Trials, Newcomers],
+        candidates: Callable[[int], list[Announcement]],
+        rng: random.Random,
+    ) -> None:
+        self.rng = rng
+        self.is_busy = False
+        """A session of the client looks, or moves."""
+        self._pool = pool
+        self._records = records
+        self._reaching = reaching
+        self._trials, self._newcomers = proofs
+        self._candidates = candidates
+
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        """While one session looks and moves, no other one does."""
+        self.is_busy = True
+        try:
+            yield
+        finally:
+            self.is_busy = False
+
+    def find(self, session: Standpoint, last: LastLook) -> BetterRoute | None:
+        """The move that saves most of those that repay, if the session is to make it now. Changes `last`."""
+        policy, now_s = session.terms.policy.moves, trio.current_time()
+        current = {hop.peer for hop in session.route}
+        usable = self._records.good(self._candidates(session.terms.max_length))
+        servers = {each.peer: each for each in usable}
+        if not current <= servers.keys():  # one is about to leave, or has failed others
+            return None
+        self._reaching.measure_some(current, usable)
+        served = {each.peer for each in usable if each.peer in current or self._newcomers.has_served(each, now_s)}
+        news = self._news(usable, served)
+        if last.is_like(news, session.step_s, policy.drift):
+            return None
+        last.news, last.step_s, last.waits = news, session.step_s, False
+        has_tried, last.tries = last.tries, False
+        decodes = self._records.decodes(usable)
+        others = max(decodes[peer].others for peer in current)
+        share = chance(others, policy)
+        proven = [each for each in usable if each.peer in served]
+        known = self._best(session, proven, decodes, others * share, last)
+        if known is not None:
+            last.waits = True
+            return known if self.rng.random() < share else None
+        if len(served) < len(usable):
+            said = self._best(session, usable, decodes, others * share, last)
+            if said is not None:  # next time one knows whether it is true
+                last.waits, last.tries = True, not has_tried
+                self._trials.begin([servers[hop.peer] for hop in said.move.hops if hop.peer not in served])
+                self._reaching.measure_some([hop.peer for hop in said.move.hops], usable)
+        return None
+
+    def _best(
+        self,
+        session: Standpoint,
+        chosen: Sequence[Announcement],
+        decodes: Mapping[PeerId, DecodeTime],
+        crowd: float,
+        last: LastLook,
+    ) -> BetterRoute | None:
+        """The best move that repays among the `chosen` servers, which are believed as if they had been tried."""
+        terms, policy, now_s = session.terms, session.terms.policy.moves, trio.current_time()
+        current = {hop.peer for hop in session.route}
+        believed, costs = self._records.costs_and_doubts(
+            chosen,
+            terms.max_length,
+            explored=[each.peer for each in chosen if not self._records.standing.is_proven(each.peer, now_s)],
+            at_once=session.position,
+            without_one=current,
+        )
+        # The session has KV where it is, and what makes its peers dearer is meant for new sessions.
+        costs = {
+            peer: believed[peer] if peer in current else crowded(cost, decodes[peer], crowd)
+            for peer, cost in costs.items()
+        }
+        held = [(each.peer, each.offer.span) for each in chosen]
+        ways = believed_ways(chosen, self._reaching.round_trips_s())
+        servers = {each.peer: each for each in chosen}
+        left = steps_left(terms.max_length, session.position, session.steps)
+        for move in find_moves(session.route, held, costs, ways, session.step_s):
+            prices = _Prices(session, servers, costs, decodes, self._pool, self._reaching.upload_bytes_per_s())
+            price = prices.price_s(move)
+            is_much = move.saved_s >= policy.least_share * session.step_s
+            if prices.needs_upload and is_much:
+                self._reaching.measure_upload(servers[move.hops[0].peer], policy.upload_again_s)
+            if repays(move, session.step_s, price, left, policy):
+                return BetterRoute(move, price, move.saved_s * left, chosen)
+            last.waits = last.waits or is_much
+        return None
+
+    def _news(self, usable: Sequence[Announcement], served: Collection[PeerId]) -> frozenset[object]:
+        """All that the choice of a route depends on, as coarsely as it matters."""
+        near = self._reaching.round_trips_s()
+        return frozenset(
+            (
+                each.peer,
+                each.offer.span.start,
+                each.offer.span.end,
+                each.offer.block_us,
+                round(LOADS * (each.offer.load or 0.0)),
+                each.peer in served,
+                each.peer in near,
+            )
+            for each in usable
+        )
