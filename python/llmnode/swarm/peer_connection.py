@@ -242,7 +242,7 @@ class PeerConnection:
                 else:
                     self._note_gone(frame)
         except PeerError as error:
-            self._ended = error
+            self._ended = error.blame(self.peer)
         finally:
             if self._ended is None:  # the task was cancelled
                 self._ended = PeerUnreachable("connection closed", peer=self.peer)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import trio
 
 from llmnode.core.ids import Epoch, SessionId, Step
-from llmnode.errors import PeerRefused
-from llmnode.swarm.peer_connection import PeerConnection
+from llmnode.errors import PeerRefused, RemoteProtocolError
+from llmnode.swarm.peer_connection import PeerConnection, open_connection
+from llmnode.testing import open_internet, simulated
 from llmnode.wire.frame import Frame, FrameType
-from llmnode.wire.messages import Refusal, pack
+from llmnode.wire.messages import Refusal, pack, unpack
+from llmnode.wire.push_messages import PushLimit
 from unit.in_trio import in_trio
+
+if TYPE_CHECKING:
+    from llmnode.wire.frame import Buffer
 
 
 @in_trio
@@ -25,6 +30,24 @@ async def test_an_answer_that_came_after_the_question_was_given_up_is_not_read()
             given_up.cancel()
             await answer.receive(FrameType.RESULT, 1.0)
         assert given_up.cancelled_caught
+
+
+@simulated
+async def test_words_about_a_session_that_cannot_be_read_end_the_connection_and_the_error_names_the_peer() -> None:
+    session = SessionId(b"s" * 16)
+    async with open_internet() as internet:
+        client, server = internet.network("client"), internet.network("server")
+        async with open_connection(await client.dial(server.addresses[0])) as connection, server.accept() as link:
+            connection.listen(session, lambda frame: unread(frame.meta), lambda: None)
+            await link.send(Frame(FrameType.GRANT, session, meta=b"no limit"))
+            await connection.wait_ended()
+            with pytest.raises(RemoteProtocolError) as asked:
+                connection.expect(session, Epoch(0), Step(0))
+            assert {connection.error.peer, asked.value.peer} == {server.peer}
+
+
+def unread(meta: Buffer) -> None:
+    unpack(PushLimit, meta)
 
 
 def test_a_refusal_neither_steers_a_terminal_nor_ends_a_line_wherever_it_is_printed() -> None:
