@@ -18,7 +18,8 @@ from libp2p.network.exceptions import SwarmException
 from libp2p.security.noise.transport import PROTOCOL_ID as NOISE
 from multiaddr import Multiaddr
 
-from llmnode.core.budget import Worth
+from llmnode.core.budget import Kind, Resource, Worth
+from llmnode.errors import ConfigError
 from llmnode.net.admission import ConnectionAdmission
 from llmnode.net.identify import use_our_identify
 from llmnode.net.peerstore import KnownPeers
@@ -79,7 +80,9 @@ async def open_host(
         outbound_upgrade_timeout=policy.dial_timeout_s,
     )
     noise = noise_transport(key_pair, swarm_key)
-    known = KnownPeers(policy.peerstore)
+    known = KnownPeers(policy.peerstore, admission.policy)
+    if not admission.budget.process.open(Kind.PEER, "the list of peers").take(Resource.MEMORY, known.most_bytes):
+        raise ConfigError("the memory budget leaves nothing for a list of peers: raise BudgetPolicy.memory_bytes")
     host = new_host(
         key_pair=key_pair,
         peerstore_opt=known,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from libp2p.peer.id import ID
     from multiaddr import Multiaddr
 
-    from llmnode.core.policy import PeerstorePolicy
+    from llmnode.core.policy import BudgetPolicy, PeerstorePolicy
 
 
 LOOKED_THROUGH = 256
@@ -31,9 +31,15 @@ LOOKED_THROUGH = 256
 class KnownPeers(PeerStore):
     """Connected peers stay when it is full, and the node itself does; of the others the oldest makes way."""
 
-    def __init__(self, policy: PeerstorePolicy) -> None:
-        super().__init__(max_peers=policy.peers)
+    def __init__(self, policy: PeerstorePolicy, budget: BudgetPolicy) -> None:
+        most_bytes = policy.memory_share * budget.memory_bytes
+        peers = int(most_bytes / (policy.peer_bytes + policy.protocols_bytes))
+        super().__init__(max_peers=max(1, min(policy.peers, peers)))
         self.policy = policy
+        self.most_bytes = (
+            self.max_peers * policy.peer_bytes + min(self.max_peers, budget.connections) * policy.protocols_bytes
+        )
+        """The memory of a full list. It is taken of the budget at once: see `open_host`."""
         self.is_connected: Callable[[ID], bool] = lambda _peer: False
         """The host sets this."""
         self.peer_data_map: OrderedDict[ID, PeerData] = OrderedDict()

@@ -213,10 +213,11 @@ async def test_many_identities_at_one_address_do_not_hold_all_links() -> None:
 @in_trio
 async def test_what_a_connection_held_is_given_back() -> None:
     async with crowd(BudgetPolicy(idle_s=0.1)) as (server, strangers):
+        before = +server.budget.process.held
         for number in range(6):
             stream = await strangers.link(f"127.0.0.{2 + number % 3}")
             await stream.reset()
-        await until(lambda: not any(server.budget.process.held.values()))
+        await until(lambda: +server.budget.process.held == before)
         assert not list(server.budget.process.within(Kind.GROUP))
 
 

@@ -19,7 +19,7 @@ from libp2p.peer.peerinfo import PeerInfo
 from multiaddr import Multiaddr
 
 from llmnode.core.announcement import Announcement, SignedAnnouncement
-from llmnode.core.budget import Resource
+from llmnode.core.budget import Kind, Resource
 from llmnode.core.ids import PeerId
 from llmnode.core.policy import DhtPolicy, LinkPolicy
 from llmnode.errors import PeerError, RemoteProtocolError
@@ -291,4 +291,5 @@ async def test_the_records_are_in_the_budget() -> None:
     async with AsyncExitStack() as stack:
         server, _ = await keeper(stack)
         dht = DhtPolicy()
-        assert server.budget.process.held[Resource.MEMORY] == dht.value_bytes + dht.provider_bytes
+        (records,) = (each for each in server.budget.process.within(Kind.PEER) if each.name == "records of the DHT")
+        assert records.held[Resource.MEMORY] == dht.value_bytes + dht.provider_bytes

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
+import tracemalloc
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,7 +15,8 @@ from libp2p.peer.id import ID
 from libp2p.peer.peerstore import PeerStoreError
 from multiaddr import Multiaddr
 
-from llmnode.core.policy import PeerstorePolicy
+from llmnode.core.budget import Resource
+from llmnode.core.policy import BudgetPolicy, LinkPolicy, PeerstorePolicy
 from llmnode.net.addresses import LISTEN_ANY_LOOPBACK, host_and_port, place_in
 from llmnode.net.host import open_network
 from llmnode.net.identity import fresh_identity
@@ -61,7 +64,7 @@ async def test_one_peer_more_than_there_are_places_takes_no_time() -> None:
 
 
 def test_connected_peers_stay_and_of_the_others_the_oldest_make_way() -> None:
-    known = KnownPeers(SMALL)
+    known = KnownPeers(SMALL, BudgetPolicy())
     connected = [peer(number) for number in range(4)]
     known.is_connected = lambda each: each in connected
     for each in (*connected, peer(10), peer(11)):
@@ -78,7 +81,7 @@ def test_connected_peers_stay_and_of_the_others_the_oldest_make_way() -> None:
 
 
 def test_a_peers_own_word_counts_for_more_than_that_of_others() -> None:
-    known, one = KnownPeers(SMALL), peer(1)
+    known, one = KnownPeers(SMALL, BudgetPolicy()), peer(1)
     known.hear(one, [HERE])
     known.hear(one, [THERE])
     assert [host_and_port(each) for each in known.addrs(one)] == [HERE]
@@ -97,6 +100,42 @@ def test_a_peers_own_word_counts_for_more_than_that_of_others() -> None:
     assert [host_and_port(each) for each in known.addrs(one)] == [HERE]
 
 
+def fill(known: KnownPeers, peers: int) -> None:
+    """The longest addresses and protocols that are kept, all different."""
+    policy, rng = known.policy, random.Random(0)
+    for number in range(peers):
+        name = [rng.randbytes((policy.address_bytes - 3) // 2).hex() for _ in range(policy.addresses)]
+        size = bytes([0x80 | len(name[0]) & 0x7F, len(name[0]) >> 7])
+        known.add_addrs(peer(number), [Multiaddr(b"\x36" + size + each.encode()) for each in name], 600)
+        words = [rng.randbytes(policy.protocol_chars // 2).hex() for _ in range(policy.protocols)]
+        known.set_protocols(peer(number), words if number < BudgetPolicy().connections else [])
+
+
+@pytest.mark.parametrize("memory_mib", [16, 128, 512])
+def test_a_full_list_takes_no_more_memory_than_the_budget_is_charged_for_it(memory_mib: int) -> None:
+    budget = BudgetPolicy(memory_bytes=memory_mib << 20)
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        known = KnownPeers(PeerstorePolicy(), budget)
+        known.is_connected = lambda _peer: True
+        fill(known, known.max_peers)
+        assert len(known.peer_data_map) == known.max_peers <= PeerstorePolicy().peers
+        assert known.most_bytes / 2 < tracemalloc.get_traced_memory()[0] - before <= known.most_bytes
+        assert known.most_bytes <= budget.memory_bytes * PeerstorePolicy().memory_share
+    finally:
+        tracemalloc.stop()
+
+
+@in_trio
+async def test_the_list_is_in_the_figure_for_memory() -> None:
+    async with open_network([LISTEN_ANY_LOOPBACK], LinkPolicy()) as network:
+        known = network.host.get_peerstore()
+        assert isinstance(known, KnownPeers)
+        assert known.max_peers == PeerstorePolicy().peers
+        assert network.budget.process.held[Resource.MEMORY] >= known.most_bytes > 4 << 20
+
+
 NUMBERS = st.integers(0, 20).map(peer)
 PLACES = st.lists(st.tuples(st.integers(1, 9).map("10.0.0.{}".format), st.integers(1, 9)), max_size=9)
 NAMES = st.lists(st.sampled_from(["/a", "/b", "/c", "x" * 65]), max_size=9)
@@ -111,7 +150,7 @@ CALLS = st.one_of(
 
 @given(st.lists(CALLS, max_size=60), st.sets(NUMBERS))
 def test_no_calls_make_it_larger_or_lose_the_node_itself(calls: list[tuple], connected: set[ID]) -> None:  # type: ignore[type-arg]
-    known, identity = KnownPeers(SMALL), fresh_identity()
+    known, identity = KnownPeers(SMALL, BudgetPolicy()), fresh_identity()
     own = ID.from_pubkey(identity.public_key)
     known.add_key_pair(own, identity)
     known.is_connected = connected.__contains__

@@ -38,7 +38,13 @@ class PeerstorePolicy:
     """The limits for what a host keeps of peers that it hears of, see `net/peerstore.py` and `net/identify.py`."""
 
     peers: int = 1000
-    """More than there are connections. All addresses of them take 2 MiB."""
+    """More than there are connections, unless the budget is small: then fewer have a place (`memory_share`)."""
+    memory_share: float = 1 / 32
+    """The list takes at most this share of `BudgetPolicy.memory_bytes`."""
+    peer_bytes: int = 4 << 10
+    """The largest entry of a peer takes this much memory, without its protocols."""
+    protocols_bytes: int = 8 << 10
+    """The protocols of a connected peer take this much more."""
     addresses: int = 8
     """Those of one peer, at IP addresses."""
     address_bytes: int = 256
