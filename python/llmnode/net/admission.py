@@ -6,7 +6,6 @@ peer. Knows nothing of frames.
 
 from __future__ import annotations
 
-import contextlib
 import ipaddress
 from typing import TYPE_CHECKING, cast
 from weakref import WeakKeyDictionary
@@ -24,7 +23,7 @@ from llmnode.net.sockets import remote_address, socket_of
 from llmnode.net.turns import Turns
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from libp2p.abc import IMuxedConn, IRawConnection
     from libp2p.peer.id import ID
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from llmnode.core.policy import LinkPolicy
     from llmnode.net.secure import NoiseConnection
     from llmnode.net.yamux import YamuxConnection
+    from llmnode.net.yamux_stream import YamuxStream
 
 
 class ConnectionAdmission:
@@ -107,14 +107,17 @@ class ConnectionAdmission:
             scope.worth = Worth.OURS
         return scope
 
-    @contextlib.contextmanager
-    def stream(self, scope: Scope) -> Iterator[bool]:
-        """Whether one more stream is within the limits of a connection, which is then taken meanwhile."""
-        stream = scope.open(Kind.LINK, "a stream")
-        try:
-            yield stream.take_all({Resource.STREAMS: 1, Resource.MEMORY: self.policy.stream_bytes})
-        finally:
-            stream.close()
+    def admits_stream(self, stream: YamuxStream, scope: Scope) -> bool:
+        """Whether one more stream is within the limits of a connection. It is taken until the stream is over: the other
+        side may fill its window, whether or not we have closed our side.
+        """
+        taken = scope.open(Kind.LINK, "a stream")
+        is_admitted = taken.take_all({Resource.STREAMS: 1, Resource.MEMORY: self.policy.stream_bytes})
+        if is_admitted:
+            stream.close_when_over(taken)
+        else:
+            taken.close()
+        return is_admitted
 
     async def wait_stream_turn(self, connection: YamuxConnection, amount: float = 1.0) -> bool:
         """Until the other side may have a stream handled, or something done over one: that is an `amount` of this.

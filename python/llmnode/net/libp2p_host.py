@@ -34,11 +34,13 @@ if TYPE_CHECKING:
     from libp2p.abc import IHost, IMuxedConn, INetStream, IRawConnection
     from libp2p.crypto.keys import KeyPair
     from libp2p.host.basic_host import BasicHost
+    from libp2p.network.stream.net_stream import NetStream
     from libp2p.network.swarm import Swarm
     from libp2p.transport.tcp.tcp import TCP, TCPListener
 
     from llmnode.core.policy import LinkPolicy
     from llmnode.net.dialling import Gate
+    from llmnode.net.yamux_stream import YamuxStream
 
 log = logging.getLogger(__name__)
 
@@ -160,19 +162,20 @@ def _outlive_streams(swarm: Swarm, admission: ConnectionAdmission) -> None:
 
     async def handle_or_reset(stream: INetStream) -> None:
         connection = cast("YamuxConnection", stream.muxed_conn)
-        with admission.stream(connection.scope) as is_admitted:
-            has_turn = is_admitted and await admission.wait_stream_turn(connection)
-            if not has_turn:
-                await stream.reset()
-                # Others at its address may have had the turns: what is used does not end for that.
-                if not is_admitted or connection.scope.use < Worth.USED:
-                    admission.note_refused(connection)
-                return
-            try:
-                await handle(stream)
-            except Exception:
-                log.exception("a stream of peer=%s ends", stream.muxed_conn.peer_id)
-                await stream.reset()
+        muxed_stream = cast("YamuxStream", cast("NetStream", stream).muxed_stream)
+        is_admitted = admission.admits_stream(muxed_stream, connection.scope)
+        has_turn = is_admitted and await admission.wait_stream_turn(connection)
+        if not has_turn:
+            await stream.reset()
+            # Others at its address may have had the turns: what is used does not end for that.
+            if not is_admitted or connection.scope.use < Worth.USED:
+                admission.note_refused(connection)
+            return
+        try:
+            await handle(stream)
+        except Exception:
+            log.exception("a stream of peer=%s ends", stream.muxed_conn.peer_id)
+            await stream.reset()
 
     swarm.set_stream_handler(handle_or_reset)
 

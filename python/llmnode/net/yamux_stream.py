@@ -18,6 +18,7 @@ from llmnode.core.links.write_size import SMALL_BYTES
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from llmnode.core.budget import Scope
     from llmnode.net.window import Window
     from llmnode.net.yamux_sender import Sender
     from llmnode.wire.frame import Buffer
@@ -61,6 +62,8 @@ class YamuxStream(IMuxedStream):
         self._expected = b""
         self._protocol = ""
         self._window = window
+        self._is_over = False
+        self._scopes: list[Scope] = []
 
     def expect(self, answer: bytes, protocol: str) -> None:
         """`answer` is read first and taken away: with it the other side agrees to `protocol`."""
@@ -158,6 +161,12 @@ class YamuxStream(IMuxedStream):
     def get_remote_address(self) -> tuple[str, int] | None:
         return self._sender.get_remote_address()
 
+    def close_when_over(self, scope: Scope) -> None:
+        """`scope` has what is reserved for the stream. It is closed when neither side may send any more."""
+        self._scopes.append(scope)
+        if self._is_over:
+            self._end()
+
     # The interface for its connection
 
     @property
@@ -176,14 +185,19 @@ class YamuxStream(IMuxedStream):
 
     def end_by_reset(self) -> None:
         self._reset = True
-        self._window.close()
-        self._owner.forget(self)
+        self._end()
         self.wake()
 
     def forget_if_over(self) -> None:
         if self._closed and not self._machine.has_stream(self.number):
-            self._window.close()
-            self._owner.forget(self)
+            self._end()
+
+    def _end(self) -> None:
+        self._is_over = True
+        self._window.close()
+        for scope in self._scopes:
+            scope.close()
+        self._owner.forget(self)
 
     def wake(self) -> None:
         self.readers.unpark_all()

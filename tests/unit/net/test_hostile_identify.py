@@ -17,14 +17,16 @@ from libp2p.identity.identify.pb.identify_pb2 import Identify
 from libp2p.identity.identify_push.identify_push import ID_PUSH
 from libp2p.identity.update import _safe_parse_multiaddr_cached
 from libp2p.kad_dht.common import PROTOCOL_ID as KAD
-from libp2p.network.stream.exceptions import StreamError
+from libp2p.network.stream.exceptions import StreamEOF, StreamError
 from libp2p.peer.id import ID
 from libp2p.peer.peerstore import create_signed_peer_record
 from libp2p.utils.varint import encode_uvarint
 from multiaddr import Multiaddr
 
+from llmnode.core.budget import Resource
 from llmnode.net.addresses import LISTEN_ANY_LOOPBACK, parse_peer
 from llmnode.net.host import Libp2pNetwork, open_network
+from llmnode.net.select import open_unanswered
 from unit.circuits import until
 from unit.in_trio import in_trio
 from unit.links import POLICY
@@ -179,3 +181,26 @@ async def test_a_peer_that_comes_back_is_asked_again() -> None:
             await until(lambda: bool(kept_of(server, client)[1]))
             await client.host.disconnect(ID.from_string(server.peer))
             await until(lambda: not kept_of(server, client)[1])
+
+
+@in_trio
+async def test_an_answered_stream_that_its_peer_keeps_open_counts_until_it_is_over() -> None:
+    """The peer may fill its window, which nobody reads. The answer is complete, and the node has closed its side."""
+    async with open_network([LISTEN_ANY_LOOPBACK], POLICY) as server, open_network([], POLICY) as stranger:
+        stranger.vouch(server.addresses)
+        peer, memory = ID.from_string(server.peer), server.budget.process.held
+        await stranger.host.connect(parse_peer(server.addresses[0]))
+        await until(lambda: server.budget.process.held[Resource.STREAMS] == 0)
+        before = memory[Resource.MEMORY]
+        streams = [await open_unanswered(stranger.host, peer, IDENTIFY) for _ in range(20)]
+        for each in streams:
+            with suppress(StreamEOF):
+                while True:
+                    await each.read(MIB)
+            await each.write(bytes(200 << 10))
+        await PingService(stranger.host).ping(peer)
+        assert memory[Resource.MEMORY] >= before + 20 * POLICY.budget.stream_bytes
+        assert memory[Resource.STREAMS] >= 20
+        for each in streams:
+            await each.reset()
+        await until(lambda: memory[Resource.MEMORY] == before and not memory[Resource.STREAMS])
