@@ -47,6 +47,10 @@ class Outdone(PeerError):
     """No peer has failed: a hop was left since it is slow, and others are believed to be much faster."""
 
 
+class Overdue(PeerTimeout):
+    """Perhaps no peer has failed: one that is not known was given the time that others need, and may be slower."""
+
+
 def wants_kv(failure: PeerError) -> bool:
     """Whether the peer has no KV for the session now, and may have some later."""
     if isinstance(failure, LetGo):
@@ -195,8 +199,9 @@ class StepFailures:
         return says_overflow
 
     def note(self, error: PeerError, finder: PeerFinder) -> None:
-        """A peer failed."""
-        finder.report(error)
+        """A peer failed. One that is only overdue is not reported."""
+        if not isinstance(error, Overdue):
+            finder.report(error)
         self._note(error, finder)
 
     def _note(self, error: PeerError, finder: PeerFinder) -> None:

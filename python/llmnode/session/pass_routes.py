@@ -15,8 +15,9 @@ import trio
 
 from llmnode.core.announcement import PeerState
 from llmnode.core.peers.pass_loads import Holder, Kind, PassLoad, PassLoads
+from llmnode.core.peers.pass_patience import PassPatience
 from llmnode.core.peers.standing import new_tuple
-from llmnode.core.route import NoRoute, find_detour
+from llmnode.core.route import NoRoute, covers, find_detour
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence, Set
@@ -39,6 +40,7 @@ class PassRoutes:
 
     def __init__(self, finder: PeerFinder) -> None:
         self.loads = PassLoads()
+        self.patience = PassPatience(finder.policy.passes)
         self.finder = finder
         self.computed: set[tuple[Sequence[str], int]] = set()
         """The needs of passes that servers have computed, with each block: at most a few times the number of blocks."""
@@ -48,16 +50,17 @@ class PassRoutes:
         self._left_out: Set[PeerId] = frozenset()
 
     async def find(
-        self, span: Span, avoid: Collection[PeerId], weight: int, *, hurry: bool = False
+        self, span: Span, avoid: Collection[PeerId], weight: int, *, hurry: bool = False, to_known: bool = False
     ) -> tuple[Route, Mapping[PeerId, PeerConnection], PassLoad]:
         """The route through `span` on which a pass of this `weight` ends first, and the load at its first hop.
 
-        The caller has to take that back. Parameters and errors are otherwise those of `PeerFinder.find`.
+        The caller has to take that back. If the pass is to go `to_known` servers, it does so if they have the blocks:
+        they have answered passes. Parameters and errors are otherwise those of `PeerFinder.find`.
         """
         finder = self.finder
         if not hurry:
             await finder.wait_for_trials(span, avoid)
-            if (route := self._best(span, avoid, weight)) is not None:
+            if (route := self._best(span, avoid, weight, to_known=to_known)) is not None:
                 load = self._give(route, weight)
                 try:
                     usable = [self._kept[hop.peer][0] for hop in route]
@@ -72,23 +75,51 @@ class PassRoutes:
         route, connections = await finder.find(span, 0, avoid, hurry=hurry)
         return route, connections, self._give(route, weight)
 
-    def goes_elsewhere(self, load: PassLoad, span: Span, avoid: Collection[PeerId], weight: int) -> bool:
-        """Whether a pass that has to wait for its peer would choose another one now."""
-        route = self._best(span, avoid, weight, load)
+    def goes_elsewhere(
+        self, load: PassLoad, span: Span, avoid: Collection[PeerId], weight: int, *, to_known: bool
+    ) -> bool:
+        """Whether a pass that has to wait for its peer would choose another one now, with the parameters of `find`."""
+        route = self._best(span, avoid, weight, load, to_known=to_known)
         return route is not None and route[0].peer != load.peer
+
+    def measured_others(self, peer: PeerId, span: Span, avoid: Collection[PeerId]) -> Sequence[PeerId]:
+        """Those that have answered passes lately, are well, and have all blocks of `span` together without `peer`.
+
+        None if they have not.
+        """
+        found = self._holders({peer, *self._unfit(avoid), *self._strangers()})
+        return [each.peer for each in found] if covers([each.span for each in found], span) else []
+
+    def _strangers(self) -> set[PeerId]:
+        """The servers that passes choose among, and that have answered none lately."""
+        now_s = trio.current_time()
+        return {each for each in self._kept if self.loads.kind(each, now_s) is not Kind.MEASURED}
+
+    def _unfit(self, avoid: Collection[PeerId]) -> set[PeerId]:
+        now_s, records = trio.current_time(), self.finder.records
+        banned, excluded = records.bans.banned(now_s), records.suspicion.excluded(now_s)
+        return {*avoid, *banned, *excluded, *self.patience.resting(now_s)}
 
     def _give(self, route: Route, weight: int) -> PassLoad:
         return self.loads.give(route[0].peer, weight * len(route[0].span))
 
     def _best(
-        self, span: Span, avoid: Collection[PeerId], weight: int, without: PassLoad | None = None
+        self,
+        span: Span,
+        avoid: Collection[PeerId],
+        weight: int,
+        without: PassLoad | None = None,
+        *,
+        to_known: bool = False,
     ) -> Route | None:
         """None if none of the servers that are kept hold some of the blocks: others may."""
         now_s = trio.current_time()
         if now_s >= self._until_s:
             self._look(weight, now_s)
-        records = self.finder.records
-        unfit = {*avoid, *records.bans.banned(now_s), *records.suspicion.excluded(now_s)}
+        unfit = self._unfit(avoid)
+        if to_known:
+            with suppress(NoRoute):
+                return self._among_kept(span, unfit | self._strangers(), weight, without)
         with suppress(NoRoute):
             return self._among_kept(span, unfit, weight, without)
         if not unfit <= self._left_out:  # others may have the blocks, and were not kept
@@ -99,22 +130,27 @@ class PassRoutes:
 
     def _among_kept(self, span: Span, unfit: Collection[PeerId], weight: int, without: PassLoad | None) -> Route:
         """Raises NoRoute."""
-        view, now_s = self.finder.swarm.view, trio.current_time()
-        holders = [
+        holders = self._holders(unfit)
+        self.finder.rng.shuffle(holders)  # of equal ones, each is taken now and then
+        costs = self.loads.costs(holders, weight, trio.current_time(), without)
+        return find_detour(span, [(each.peer, each.span) for each in holders], costs)
+
+    def _holders(self, unfit: Collection[PeerId]) -> list[Holder]:
+        """The servers that are kept and still have their blocks."""
+        view = self.finder.swarm.view
+        return [
             holder
             for peer, (announcement, holder) in self._kept.items()
             if peer not in unfit and ((now := view.of_peer(peer)) is announcement or _still_holds(now, announcement))
         ]
-        self.finder.rng.shuffle(holders)  # of equal ones, each is taken now and then
-        costs = self.loads.costs(holders, weight, now_s, without)
-        return find_detour(span, [(each.peer, each.span) for each in holders], costs)
 
     def _look(self, weight: int, now_s: float, left_out: Set[PeerId] = frozenset()) -> None:
         """Keep the best servers of each block that are not `left_out`, whatever the client has there now.
 
         Those that have answered passes have places of their own: any number of strangers may say that they are fast.
         """
-        usable = [each for each in self.finder.good() if each.peer not in left_out]
+        resting = self.patience.resting(now_s)
+        usable = [each for each in self.finder.good() if each.peer not in left_out and each.peer not in resting]
         self._left_out = left_out
         undoubted, costs = self.finder.records.costs_and_doubts(usable, needs_kv=False)
         holders = [

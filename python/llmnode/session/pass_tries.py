@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING
 
 import trio
 
 from llmnode.errors import NoRoute, PeerError, PeerRefused, SessionLost
-from llmnode.session.failures import StepFailures
+from llmnode.session.failures import Overdue, StepFailures
 from llmnode.session.overflow import Given, OverflowClaims
 from llmnode.wire.messages import RefusalCode
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from llmnode.core.ids import PeerId
     from llmnode.core.peers.pass_loads import PassLoad
     from llmnode.core.span import Span
@@ -46,6 +49,7 @@ class PassTries:
         self._needs = tuple(name for name, is_needed in needed if is_needed)
         self._asked = range(0)
         """The blocks of the hop that was found last."""
+        self._was_overdue = False
 
     @property
     def unfit(self) -> set[PeerId]:
@@ -59,8 +63,9 @@ class PassTries:
         hurry = False
         while True:
             try:
-                avoided = self._failures.avoided(hurry=hurry) | self.unfit
-                route, connections, load = await self._routes.find(span, avoided, weight, hurry=hurry)
+                avoided, to_known = self._failures.avoided(hurry=hurry) | self.unfit, self._was_overdue
+                find = partial(self._routes.find, hurry=hurry, to_known=to_known)
+                route, connections, load = await find(span, avoided, weight)
             except NoRoute as absence:
                 self._begin_deadline()
                 if hurry:  # every peer has been asked
@@ -77,14 +82,23 @@ class PassTries:
     def goes_elsewhere(self, load: PassLoad, span: Span, weight: int) -> bool:
         """Whether the pass, which waits for its turn at a peer, would be given to another one now."""
         avoided = self._failures.avoided(hurry=False) | self.unfit
-        return self._routes.goes_elsewhere(load, span, avoided, weight)
+        return self._routes.goes_elsewhere(load, span, avoided, weight, to_known=self._was_overdue)
+
+    def measured_others(self, peer: PeerId, span: Span) -> Sequence[PeerId]:
+        """Those that have answered passes and could do this one together instead of `peer`. None if they cannot."""
+        return self._routes.measured_others(peer, span, self._failures.avoided(hurry=False) | self.unfit)
 
     def failed(self, error: PeerError, took_s: float = 0.0) -> None:
         """A peer has failed, after this time: others are asked. Raises SessionLost after too long, and NumericOverflow
         if it says that numbers overflow, and is believed.
+
+        After one that is only overdue, there are others that have answered passes. These are asked.
         """
         log.info("a pass failed: %s", error)
         self._failures.note_uncomputed(error, self._finder, trio.current_time())
+        if isinstance(error, Overdue):
+            self._was_overdue = True
+            return
         if error.peer is not None and _never_will(error):
             self._unable.add(error.peer)
             if isinstance(error, PeerRefused) and error.code == RefusalCode.UNKNOWN_EXTENSION:
@@ -100,6 +114,7 @@ class PassTries:
         self._failures.got_through(self._finder)
         self._failures = self._none_failed()
         self._unable.clear()
+        self._was_overdue = False
 
     def _none_failed(self) -> StepFailures:
         return StepFailures(self._policy.recovery, OverflowClaims(self._given, self._is_backward))

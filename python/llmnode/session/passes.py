@@ -19,7 +19,7 @@ import trio
 from llmnode.core.model import FP32_BYTES
 from llmnode.core.operations import NO_DROPOUT, NO_PROMPTS, DeepPrompts, Dropout
 from llmnode.core.peers.pass_loads import pass_weight
-from llmnode.core.peers.pass_patience import PassPatience, PassSize
+from llmnode.core.peers.pass_patience import PassSize
 from llmnode.core.priority import Priority
 from llmnode.core.sequences import grouped, microbatch_positions, split_rows
 from llmnode.core.serving.pass_queue import BACKWARD_COST
@@ -37,6 +37,7 @@ from llmnode.session.overflow import Given, not_sent
 from llmnode.session.pass_answer import read_answer
 from llmnode.session.pass_batch import Batch, Crossed, check_repeatable
 from llmnode.session.pass_checks import PassChecks
+from llmnode.session.pass_strangers import held_to_others
 from llmnode.session.pass_tries import PassTries
 from llmnode.session.pass_turns import PassTurns, Turn
 from llmnode.wire.deep_prompts import are_sound, most_prompts
@@ -51,6 +52,7 @@ from llmnode.wire.profile import profile_fields
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
+    from llmnode.core.ids import PeerId
     from llmnode.core.operations import Buffer
     from llmnode.session.gradient_scale import GradientScale
     from llmnode.session.pass_answer import PassAnswer
@@ -89,9 +91,9 @@ class SwarmPasses:
         self._finder = finder
         self._form = HiddenForm(finder.model.hidden_size, codec)
         self._priority = priority
-        self._patience = PassPatience(finder.policy.passes)
         self._under_way = trio.CapacityLimiter(MOST_UNDER_WAY)
         self._turns = PassTurns(finder)
+        self._patience = self._turns.routes.patience
         self.checks = PassChecks(finder, codec)
 
     async def outputs(
@@ -284,7 +286,7 @@ class SwarmPasses:
         for scale in scales:
             ask, began_s = partial(self._ask, question, blocks, batch, numbers, scale), trio.current_time()
             try:
-                answer = await ask(turn.connection)
+                answer = await ask(turn.connection, partial(tries.measured_others, turn.connection.peer, blocks))
                 break
             except PeerRefused as refusal:
                 if refusal.code != RefusalCode.OVERFLOW or scale is scales[-1]:
@@ -303,8 +305,12 @@ class SwarmPasses:
         numbers: Sequence[Buffer],
         scale: GradientScale,
         connection: PeerConnection,
+        others: Callable[[], Sequence[PeerId]] = tuple,
     ) -> PassAnswer:
-        """Have one server do a pass, with the last of the `numbers` scaled. Raises PeerError."""
+        """Have one server do a pass, with the last of the `numbers` scaled. Raises PeerError.
+
+        If it is a stranger, it is held to what the `others` take. They could take its place.
+        """
         form = self._form
         adapter, prompts = batch.adapter_within(blocks), batch.prompts_of(blocks)
         is_forward, positions = question is FrameType.EVALUATE, batch.positions
@@ -352,7 +358,8 @@ class SwarmPasses:
 
         began_s = trio.current_time()
         using = ask() if adapter is None else connection.adapters.using(adapter, blocks, timeout_s, ask)
-        answer = await using
+        async with held_to_others(self._patience, connection, size, others, adapter):
+            answer = await using
         took_until_s = trio.current_time()
         try:
             found = scale.down(read_answer(answer, form, positions, by_block, answer_bytes))

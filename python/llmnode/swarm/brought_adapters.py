@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections import OrderedDict
 from typing import TYPE_CHECKING, TypeVar
@@ -46,6 +47,8 @@ class BroughtAdapters:
         self._peer = peer
         self._brought: OrderedDict[bytes, set[int]] = OrderedDict()
         self._one_by_one = trio.Lock()
+        self.heard_s = -math.inf
+        """When the peer has answered last."""
         self.is_unable = False
         """The peer knows no adapters."""
 
@@ -117,6 +120,7 @@ class BroughtAdapters:
         for is_last in (False, True):
             try:
                 await self._ask(FrameType.PART, FrameType.HELD, timeout_s, meta, adapter.parts[block])
+                self.heard_s = trio.current_time()
                 return
             except PeerRefused as refusal:
                 if is_last or refusal.code != RefusalCode.BUSY or refusal.retry_after_s is None:
@@ -130,6 +134,7 @@ class BroughtAdapters:
         except PeerRefused as refusal:
             self.is_unable = refusal.code == RefusalCode.UNKNOWN_FRAME
             raise
+        self.heard_s = trio.current_time()
         if len(answer.payload) % _BLOCK.size or len(answer.payload) > _BLOCK.size * len(span):
             raise RemoteProtocolError(f"{len(answer.payload)} bytes that are no list of blocks").blame(self._peer)
         return [block for (block,) in _BLOCK.iter_unpack(answer.payload)]

@@ -251,6 +251,14 @@ class PassPolicy:
     patience_times: float = 20.0
     """A pass at a known peer may take this many times what one of its size took before, plus `patience_s`. So one that
     hangs is given up sooner."""
+    first_patience_s: float = 8.0
+    first_patience_times: float = 8.0
+    """A peer that has answered no pass may take this many times what the median of known peers with the same blocks
+    takes, plus `first_patience_s`, if there are such. A newcomer may be four times as slow as they, and has two passes
+    one after another. The time doubles each time that it was too short."""
+    rest_times: float = 20.0
+    """After that the peer rests for this multiple of the time that it was waited for: it gets no pass while others can
+    take it. So one that is silent holds up passes for a twentieth of a client's time at most."""
 
 
 @dataclass(frozen=True, slots=True)
