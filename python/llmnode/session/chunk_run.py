@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import trio
 
-from llmnode.errors import PeerError, single_error
+from llmnode.errors import PeerError, PeerTimeout, single_error
 from llmnode.session.hop import SessionHop
 from llmnode.wire.chunk_path import Outcome, Send, chunk_path
 from llmnode.wire.frame import FrameType
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from llmnode.swarm.peer_connection import Expected
     from llmnode.wire.chunk import Chunk
     from llmnode.wire.chunk_path import Action, ChunkResult
-    from llmnode.wire.frame import Buffer
+    from llmnode.wire.frame import Buffer, Frame
 
     Commit: TypeAlias = Callable[[ChunkResult], Awaitable[None]]
 
@@ -110,12 +110,38 @@ async def _do(action: Action[SessionHop], at_once: int, expected: dict[SessionId
             async with action.hop.one_by_one:  # or the first of several chunks would use up the time of all
                 since_s, company = trio.current_time(), action.hop.connection.company
                 mark = company.come(at_once, since_s)
+                limit_s = min(action.timeout_s, max(0.0, until_s - since_s))
                 try:
-                    frame = await answer.receive(FrameType.RESULT, min(action.timeout_s, max(0.0, until_s - since_s)))
+                    frame = await answer.receive(FrameType.RESULT, min(action.early_s, limit_s))
+                except PeerTimeout as early:
+                    if limit_s <= action.early_s:
+                        raise
+                    frame = await _receive_unless_replaceable(action.hop, answer, since_s + limit_s, early)
                 finally:
                     now_s = trio.current_time()
                     beside = company.go(at_once, mark, since_s, now_s)
+                action.hop.connection.computed_s = now_s
                 return Outcome(now_s, since_s, frame, beside=beside)
         return Outcome(trio.current_time(), since_s, frame)
     except PeerError as error:
         return Outcome(trio.current_time(), error=error)
+
+
+async def _receive_unless_replaceable(hop: SessionHop, answer: Expected, until_s: float, early: PeerTimeout) -> Frame:
+    """The RESULT of a hop, for which it has had some time. Raises PeerTimeout at `until_s`, or the `early` one if
+    others could take its place.
+    """
+    frame = None
+
+    async def leave_if_replaceable(scope: trio.CancelScope) -> None:
+        if await hop.is_replaceable():
+            scope.cancel()
+
+    with single_error():
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(leave_if_replaceable, nursery.cancel_scope)
+            frame = await answer.receive(FrameType.RESULT, max(0.0, until_s - trio.current_time()))
+            nursery.cancel_scope.cancel()
+    if frame is None:
+        raise early
+    return frame

@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     """Tells the peer at a connection of another peer."""
 
 
+QUIET_S = 4.0
+"""A peer that has given no result to any session for this long may hang. One that is busy with others of ours has."""
+
+
 class SessionHop(HopState):
     """Its methods raise PeerErrors that name peer and span, and are kept as `failure`."""
 
@@ -50,6 +54,8 @@ class SessionHop(HopState):
         if connection is None:
             self.failure = PeerUnreachable("cannot be reached", peer=hop.peer, span=hop.span)
         self.nonce = nonce
+        self.has_replacement: Callable[[], Awaitable[bool]] | None = None
+        """Says whether others that have computed lately could take its place, and tries some if none have."""
         self.one_by_one = trio.Lock()
         """Held by the chunk whose output is waited for."""
         self._reached = connection
@@ -163,7 +169,7 @@ class SessionHop(HopState):
         well = (each for each in others if (each.hop, each._reached) == place and each.failure is None)
         if (hop := next(well, None)) is None:
             hop = SessionHop(self.hop, self._reached, self.terms)
-            hop.word = self.word
+            hop.word, hop.has_replacement = self.word, self.has_replacement
         return hop
 
     async def become_copy(self, opened: Epoch, request: Request) -> None:
@@ -177,6 +183,12 @@ class SessionHop(HopState):
         """From now to the end of the context, answers about `chunk` are kept when they come, whatever asks for them."""
         with self.blamed():
             return self.connection.expect(self.session, chunk.epoch, chunk.step)
+
+    async def is_replaceable(self) -> bool:
+        """Whether `has_replacement` says so. A peer that computes for another session of ours is only busy."""
+        if self.has_replacement is None or trio.current_time() < self.connection.computed_s + QUIET_S:
+            return False
+        return await self.has_replacement()
 
     async def fetch(self, chunk: Chunk) -> Hidden:
         """The output of `chunk` out of its log. An error is not kept as the hop's failure."""

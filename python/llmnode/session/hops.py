@@ -248,6 +248,8 @@ class SessionHops:
         words: Sequence[Word | None] = [None] * len(hops) if finder is None else finder.words(route)
         for hop, word in zip(hops, words, strict=True):
             hop.word = word
+            if finder is not None:
+                hop.has_replacement = partial(finder.has_replacement, hop.hop, self.terms.max_length)
             hop.check_prompts()
             hop.pushing.is_trusted = pushing
         try:

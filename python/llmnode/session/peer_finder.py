@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import random
 from contextlib import suppress
+from functools import partial
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -158,6 +159,16 @@ class PeerFinder:
             return cost_s(find_detour(hop.span, _held(usable), costs, self._ways(usable)), costs)
         except NoRoute:
             return None
+
+    async def has_replacement(self, hop: Hop, length: int) -> bool:
+        """Whether others that have computed lately could take the place of a hop for this `length`.
+
+        If there are none, others are tried first.
+        """
+        instead_s = partial(self.instead_s, hop, length, beside=(), at_once=0)
+        if instead_s() is None:
+            await self.note_slow(hop.span, [hop.peer])
+        return instead_s() is not None
 
     def _breaks_promise(self, refusal: PeerRefused) -> bool:
         """Whether the peer had accepted the session, or says that it does not hold the adapter that it announces."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from typing import TYPE_CHECKING
 
 import trio
@@ -53,6 +54,8 @@ class PeerConnection:
         """The sessions whose answers come over it, and since when. It stays open for them."""
         self.company = Company()
         """The positions of these sessions that the peer has now, by their steps."""
+        self.computed_s = -math.inf
+        """When the peer has given the latest result of a step."""
         self.adapters = BroughtAdapters(self.ask_peer, link.peer)
         self.introduced: dict[PeerId, float] = {}
         """When the peer was told about its next hops."""

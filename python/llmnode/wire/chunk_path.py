@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeAlias, TypeVar
 
 from llmnode.errors import IntegrityError, PeerError, PeerRefused, PeerTimeout
@@ -43,11 +44,15 @@ class Send(NamedTuple, Generic[HopT]):
 
 
 class Receive(NamedTuple, Generic[HopT]):
-    """Wait this long for the hop's answer of this type about the chunk. After a PeerTimeout it may come again."""
+    """Wait this long for the hop's answer of this type about the chunk. After a PeerTimeout it may come again.
+
+    After `early_s` others are tried. If these could take the hop's place, it is waited for no longer.
+    """
 
     hop: HopT
     answer: FrameType
     timeout_s: float
+    early_s: float = inf
 
 
 class Outcome(NamedTuple):
@@ -186,7 +191,12 @@ class _Passage(Generic[HopT]):
 
     def _give_and_receive(self, hidden: Hidden) -> Generator[Action[HopT], Outcome, Outcome]:
         yield from self._give(hidden)
-        return (yield Receive(self.hop, FrameType.RESULT, self.hop.timeout_s(self.chunk.length)))
+        hop, positions = self.hop, self.chunk.length
+        timeout_s, policy = hop.timeout_s(positions), hop.terms.policy
+        early_s = inf
+        if hop.has_computed and hop.word is not None and positions <= policy.standing.short_step:
+            early_s = timeout_s - policy.step_patience_s + policy.replaced_patience_s
+        return (yield Receive(hop, FrameType.RESULT, timeout_s, early_s))
 
     def _give(self, hidden: Hidden) -> Generator[Action[HopT], Outcome, None]:
         """Gives the hop its input by way of the client."""

@@ -78,6 +78,8 @@ class HopState:
         self.pace = PeerSpeed()
         self.word: Word | None = None
         """The peer is held to it, if others could take its place."""
+        self.has_computed = False
+        """It has computed a chunk."""
         self.overtime = Overtime(terms.policy.standing)
         self.memory_refusals = 0
         """The steps for which the peer had no memory, and which it was given again."""
@@ -298,6 +300,7 @@ class HopState:
     def note_took(self, positions: int, took_s: float) -> None:
         """It has computed a chunk."""
         self.under_way -= positions
+        self.has_computed = True
         self.pace.note(positions, took_s)
         if self.word is not None:
             self.overtime.note(self.word, positions, took_s)
