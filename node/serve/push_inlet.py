@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
+from llmnode.core.account import Account
 from llmnode.core.budget import Kind, Resource
 from llmnode.core.ids import Epoch, SessionId, Step
 from llmnode.core.links.push_grants import PushGrant
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
 MOST_ASKED = 1024
 """The sessions for which one link may have asked. The oldest ones are forgotten."""
+ASKED_BYTES = 320
+"""A session that was asked for takes this much memory."""
 
 
 class PushDesk:
@@ -91,14 +94,17 @@ class LinkGrants:
         self._nursery = nursery
         self._on_bug = on_bug
         self._tasks: dict[Callable[[], Awaitable[None]], trio.CancelScope] = {}
+        self._memory = Account(link.scope, Resource.MEMORY)
         desk.add(self)
 
     def note(self, frame: Frame, limit_bytes: int) -> None:
-        """The peer would push to a session."""
+        """The peer would push to a session. Without memory for one more, an older one is forgotten."""
         self.has_asked = True
         self.asked.pop(frame.session, None)
         self.asked[frame.session] = frame.step, frame.epoch, limit_bytes
-        if len(self.asked) > MOST_ASKED:
+        size_bytes = len(self.asked) * ASKED_BYTES
+        has_memory = size_bytes <= self._memory.amount or self._memory.resize(size_bytes)
+        if len(self.asked) > MOST_ASKED or (not has_memory and len(self.asked) > 1):
             del self.asked[next(iter(self.asked))]
 
     def tell(self, session: SessionId, epoch: Epoch, number: Step, limit_bytes: int) -> None:

@@ -157,6 +157,7 @@ class ServerLink:
         terms = OpenedTerms(span, form, profile_of(request), priority, request.keep_outputs, at_once)
         session = ServerSession(stage, terms, self._link, served, sessions)
         try:
+            session.inbox.memory.hold_session()
             session.inbox.memory.hold_prompts(2 * prompts.size_bytes)  # here, and at the worker
             session.terms = terms.with_prompts(prompts.read(frame.payload))
         except PeerError:

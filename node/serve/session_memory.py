@@ -45,6 +45,12 @@ class SessionMemory:
         self._work = Account(self._scope, Resource.WORK)
         self._log = Account(self._scope, Resource.LOGS)
         self._prompts = Account(self._scope, Resource.MEMORY)
+        self._session = Account(self._scope, Resource.MEMORY)
+
+    def hold_session(self) -> None:
+        """Hold the memory of a session without frames, for as long as it lives."""
+        if not self._session.resize(self._policy.session_bytes):
+            raise _no_memory()
 
     async def queue(self, size_bytes: int) -> None:
         """Hold a frame that waits, or an answer."""
@@ -96,7 +102,8 @@ class SessionMemory:
     def move(self, around: Scope) -> None:
         """Count within another scope from now on. If that fails, nothing counts any more: the session is to end."""
         former, self._scope = self._scope, around.open(Kind.SESSION, "a session")
-        moved = [each.move(self._scope) for each in (self._waiting, self._work, self._log, self._prompts)]
+        accounts = self._waiting, self._work, self._log, self._prompts, self._session
+        moved = [each.move(self._scope) for each in accounts]
         former.close()
         self._turns.pass_on()
         if not all(moved):

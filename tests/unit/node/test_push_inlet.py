@@ -14,7 +14,7 @@ from llmnode.core.ids import Epoch, SessionId, Step
 from llmnode.core.policy import ServePolicy
 from llmnode.node.serve.freed_memory import LEAST_S
 from llmnode.node.serve.links import log_bug
-from llmnode.node.serve.push_inlet import LinkGrants, PushDesk, PushInlet
+from llmnode.node.serve.push_inlet import ASKED_BYTES, MOST_ASKED, LinkGrants, PushDesk, PushInlet
 from llmnode.testing import Conditions, open_internet, simulated
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.messages import unpack
@@ -146,3 +146,16 @@ async def test_memory_that_is_given_back_all_the_time_is_not_looked_at_all_the_t
             other.release(Resource.LOGS, 0)
             await trio.sleep(0.001)
         assert 2 <= len(looks) <= 1 / LEAST_S + 1
+
+
+@simulated
+async def test_sessions_that_a_peer_asks_for_are_charged_and_the_oldest_are_forgotten() -> None:
+    """Questions take no turns, and need name no session that is here."""
+    async with a_desk() as desk:
+        before, grants = desk.process.held[Resource.MEMORY], desk.grants
+        for number in range(2 * MOST_ASKED):
+            if number == MOST_ASKED // 2:
+                assert desk.process.held[Resource.MEMORY] == before + number * ASKED_BYTES
+                desk.process.set_limit(Resource.MEMORY, before + number * ASKED_BYTES)
+            grants.note(Frame(FrameType.WANT, name(number), step=Step(number)), 0)
+        assert list(grants.asked) == [name(3 * MOST_ASKED // 2 + number) for number in range(MOST_ASKED // 2)]

@@ -233,6 +233,23 @@ async def test_a_session_that_does_not_fit_where_it_moves_holds_nothing() -> Non
 
 
 @in_trio
+async def test_a_session_counts_though_nothing_of_it_waits_and_none_is_opened_beyond_the_budget(
+    exact_worker: Any,
+) -> None:
+    """A client may open thousands, of one position each."""
+    async with served(exact_worker) as swarm, open_network([], POLICY) as network:
+        link = await network.dial(swarm.address)
+        process = swarm.network.budget.process
+        await answer_to(link, open_frame(session_id()))
+        await until(lambda: sum(each.held[Resource.MEMORY] for each in process.within(Kind.SESSION)) > 0)
+        (session,) = process.within(Kind.SESSION)
+        assert session.held[Resource.MEMORY] == ServePolicy().session_bytes
+        process.set_limit(Resource.MEMORY, process.held[Resource.MEMORY] + ServePolicy().session_bytes // 2)
+        assert (await refusal_to(link, open_frame(session_id()))).code == RefusalCode.BUSY
+        assert [*process.within(Kind.SESSION)] == [session]
+
+
+@in_trio
 async def test_steps_that_wait_are_in_the_budget_until_they_are_computed(exact_worker: Any) -> None:
     exact_worker.gate = trio.Event()
     async with served(exact_worker) as swarm, open_network([], POLICY) as network:
@@ -243,7 +260,9 @@ async def test_steps_that_wait_are_in_the_budget_until_they_are_computed(exact_w
         steps = [step_frame(session, number, number) for number in range(6)]
 
         def held_by_sessions() -> int:
-            return sum(each.held[Resource.MEMORY] for each in swarm.network.budget.process.within(Kind.SESSION))
+            """Besides the session itself."""
+            sessions = swarm.network.budget.process.within(Kind.SESSION)
+            return sum(each.held[Resource.MEMORY] for each in sessions) - ServePolicy().session_bytes
 
         for each in steps:
             await link.send(each)
