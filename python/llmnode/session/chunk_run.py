@@ -108,7 +108,8 @@ async def _do(action: Action[SessionHop], at_once: int, expected: dict[SessionId
             frame = await answer.receive(action.answer, min(action.timeout_s, max(0.0, until_s - since_s)))
         else:
             async with action.hop.one_by_one:  # or the first of several chunks would use up the time of all
-                since_s, company = trio.current_time(), action.hop.connection.company
+                since_s, connection = trio.current_time(), action.hop.connection
+                company = connection.company
                 mark = company.come(at_once, since_s)
                 limit_s = min(action.timeout_s, max(0.0, until_s - since_s))
                 try:
@@ -120,7 +121,7 @@ async def _do(action: Action[SessionHop], at_once: int, expected: dict[SessionId
                 finally:
                     now_s = trio.current_time()
                     beside = company.go(at_once, mark, since_s, now_s)
-                action.hop.connection.computed_s = now_s
+                connection.computed_s = now_s
                 return Outcome(now_s, since_s, frame, beside=beside)
         return Outcome(trio.current_time(), since_s, frame)
     except PeerError as error:
