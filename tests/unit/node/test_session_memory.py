@@ -244,6 +244,7 @@ async def test_a_session_counts_though_nothing_of_it_waits_and_none_is_opened_be
         await until(lambda: sum(each.held[Resource.MEMORY] for each in process.within(Kind.SESSION)) > 0)
         (session,) = process.within(Kind.SESSION)
         assert session.held[Resource.MEMORY] == ServePolicy().session_bytes
+        await until(lambda: process.held[Resource.STREAMS] == 1)  # that of the link: nothing else is given back later
         process.set_limit(Resource.MEMORY, process.held[Resource.MEMORY] + ServePolicy().session_bytes // 2)
         assert (await refusal_to(link, open_frame(session_id()))).code == RefusalCode.BUSY
         assert [*process.within(Kind.SESSION)] == [session]
