@@ -10,7 +10,7 @@ import trio
 
 from llmnode.errors import PeerError, PeerTimeout, single_error
 from llmnode.session.hop import SessionHop
-from llmnode.wire.chunk_path import Outcome, Send, chunk_path
+from llmnode.wire.chunk_path import Outcome, Receive, Send, chunk_path
 from llmnode.wire.frame import FrameType
 
 if TYPE_CHECKING:
@@ -36,9 +36,10 @@ async def run_chunks(
     """Runs chunks that follow each other, several under way at once. `commit` is called for each, in their order.
 
     With each comes its payload, or the hop that has logged it. Raises as `chunk_path` does; PeerTimeout if `hops` have
-    not computed all of them by `until_s`.
+    not computed all of them by `until_s`, which is the failure of the hop that took most of the time.
     """
     window = trio.Semaphore(policy.chunks_ahead)
+    limit = Limit(until_s)
     committed = trio.Event()
     committed.set()
 
@@ -50,7 +51,7 @@ async def run_chunks(
         *,
         task_status: trio.TaskStatus[None],
     ) -> None:
-        result = await run_chunk(hops, chunk, origin, policy, task_status, until_s)
+        result = await run_chunk(hops, chunk, origin, policy, task_status, limit)
         await before.wait()
         await commit(result)
         done.set()
@@ -64,37 +65,83 @@ async def run_chunks(
                 await nursery.start(run_and_commit, chunk, origin, before, committed)
 
 
+class Limit:
+    """The time that several hops have together for chunks, and how long the client has waited for each of them."""
+
+    def __init__(self, until_s: float = inf) -> None:
+        self.until_s = until_s
+        self._excused_s = -inf
+        self._waited_s: dict[SessionId, float] = {}
+
+    def note(self, hop: SessionHop, since_s: float, now_s: float) -> None:
+        """The client has waited for an answer of `hop`."""
+        self._waited_s[hop.session] = self._waited_s.get(hop.session, 0.0) + now_s - since_s
+
+    def excuse(self, since_s: float, now_s: float) -> None:
+        """The hops had nothing to do, as far as the client knows. Chunks may tell of the same time."""
+        self.until_s += max(0.0, now_s - max(since_s, self._excused_s))
+        self._excused_s = max(now_s, self._excused_s)
+
+    def check(self, hops: Sequence[SessionHop], last: SessionHop) -> None:
+        """The time is over, and `last` has not answered. Raises PeerTimeout if another of `hops` took more of it."""
+        slowest = max(hops, key=lambda hop: (self._waited_s.get(hop.session, 0.0), hop is last))
+        if slowest is not last:
+            took_s = self._waited_s[slowest.session]
+            raise slowest.blame(PeerTimeout(f"took {took_s:.3g} s of the time that all new hops had together"))
+
+
 async def run_chunk(
     hops: Sequence[SessionHop],
     chunk: Chunk,
     origin: Buffer | SessionHop,
     policy: ClientPolicy,
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
-    until_s: float = inf,
+    limit: Limit | None = None,
 ) -> ChunkResult:
     """Does what `chunk_path` says, and raises as it does.
 
-    Started once the first hop has its input, or is to be given it. No answer of `hops` is waited for after `until_s`.
+    Started once the first hop has its input, or is to be given it. No answer of `hops` is waited for after the `limit`.
+    A hop computes chunks in their order, so its answer is waited for once it has answered those before.
     """
     path = chunk_path(hops, chunk, origin, policy)
     at_once = min(chunk.length, policy.standing.short_step)  # beside decodes, a server computes more in parts
+    limit = limit or Limit()
     with ExitStack() as stack:
         involved = [origin, *hops] if isinstance(origin, SessionHop) else hops
         expected = {hop.session: stack.enter_context(hop.expect(chunk)) for hop in involved}
         action, is_first = next(path), True
-        while True:
-            since_s = trio.current_time()
-            is_limited = action.hop is not origin and not is_first
-            outcome = await _do(action, at_once, expected, until_s if is_limited else inf)
-            if not is_limited:  # the origin has deadlines of its own, and its waits are not the others' fault
-                until_s += trio.current_time() - since_s
-            if is_first and outcome.error is None:
-                task_status.started()
-            try:
-                action, is_first = path.send(outcome), False
-            except StopIteration as end:
-                result: ChunkResult = end.value
-                return result
+        asked: SessionHop | None = None
+        try:
+            while True:
+                if action.hop is not asked and isinstance(action, Receive) and action.answer is FrameType.RESULT:
+                    if asked is not None:
+                        asked.one_by_one.release()
+                        asked = None
+                    await action.hop.one_by_one.acquire()
+                    asked = action.hop
+                since_s, waited_for = trio.current_time(), action.hop
+                is_limited = waited_for is not origin and not is_first  # the origin has deadlines of its own
+                outcome = await _do(action, at_once, expected, limit.until_s if is_limited else inf)
+                now_s = trio.current_time()
+                if is_first and outcome.error is None:
+                    task_status.started()
+                try:
+                    action, is_first = path.send(outcome), False
+                except StopIteration as end:
+                    result: ChunkResult = end.value
+                    return result
+                except PeerTimeout:
+                    limit.note(waited_for, since_s, now_s)
+                    if is_limited and now_s >= limit.until_s:
+                        limit.check(hops, waited_for)
+                    raise
+                if is_limited and outcome.error is None:
+                    limit.note(waited_for, since_s, now_s)
+                else:  # it was another's fault, or a push that did not come
+                    limit.excuse(since_s, now_s)
+        finally:
+            if asked is not None:
+                asked.one_by_one.release()
 
 
 async def _do(action: Action[SessionHop], at_once: int, expected: dict[SessionId, Expected], until_s: float) -> Outcome:
@@ -103,27 +150,23 @@ async def _do(action: Action[SessionHop], at_once: int, expected: dict[SessionId
         if isinstance(action, Send):
             await action.hop.connection.tell(action.frame)
             return Outcome(since_s)
-        answer = expected[action.hop.session]
+        answer, most_s = expected[action.hop.session], min(action.timeout_s, max(0.0, until_s - since_s))
         if action.answer is not FrameType.RESULT:
-            frame = await answer.receive(action.answer, min(action.timeout_s, max(0.0, until_s - since_s)))
-        else:
-            async with action.hop.one_by_one:  # or the first of several chunks would use up the time of all
-                since_s, connection = trio.current_time(), action.hop.connection
-                company = connection.company
-                mark = company.come(at_once, since_s)
-                limit_s = min(action.timeout_s, max(0.0, until_s - since_s))
-                try:
-                    frame = await answer.receive(FrameType.RESULT, min(action.early_s, limit_s))
-                except PeerTimeout as early:
-                    if limit_s <= action.early_s:
-                        raise
-                    frame = await _receive_unless_replaceable(action.hop, answer, since_s + limit_s, early)
-                finally:
-                    now_s = trio.current_time()
-                    beside = company.go(at_once, mark, since_s, now_s)
-                connection.computed_s = now_s
-                return Outcome(now_s, since_s, frame, beside=beside)
-        return Outcome(trio.current_time(), since_s, frame)
+            frame = await answer.receive(action.answer, most_s)
+            return Outcome(trio.current_time(), since_s, frame)
+        connection = action.hop.connection
+        mark = connection.company.come(at_once, since_s)
+        try:
+            frame = await answer.receive(FrameType.RESULT, min(action.early_s, most_s))
+        except PeerTimeout as early:
+            if most_s <= action.early_s:
+                raise
+            frame = await _receive_unless_replaceable(action.hop, answer, since_s + most_s, early)
+        finally:
+            now_s = trio.current_time()
+            beside = connection.company.go(at_once, mark, since_s, now_s)
+        connection.computed_s = now_s
+        return Outcome(now_s, since_s, frame, beside=beside)
     except PeerError as error:
         return Outcome(trio.current_time(), error=error)
 

@@ -16,7 +16,7 @@ from llmnode.core.policy import ClientPolicy, StandingPolicy
 from llmnode.errors import PeerTimeout
 from llmnode.session import chunk_run
 from llmnode.wire.chunk import Chunk
-from llmnode.wire.chunk_path import Receive
+from llmnode.wire.chunk_path import Receive, Send
 from llmnode.wire.frame import Frame, FrameType
 
 if TYPE_CHECKING:
@@ -31,7 +31,15 @@ class SlowHop:
     def __init__(self, name: str, answers_in_s: float) -> None:
         self.session, self.answers_in_s = name, answers_in_s
         self.one_by_one = trio.Lock()
-        self.connection = SimpleNamespace(company=Company())
+        self.connection = SimpleNamespace(company=Company(), tell=self._tell)
+        self.is_blamed = False
+
+    async def _tell(self, _frame: Frame) -> None:
+        pass
+
+    def blame(self, error: PeerTimeout) -> PeerTimeout:
+        self.is_blamed = True
+        return error
 
     @contextmanager
     def expect(self, _chunk: Any) -> Iterator[SlowHop]:
@@ -64,7 +72,9 @@ def test_the_waits_for_the_hop_before_do_not_count_against_a_new_one(
         monkeypatch.setattr(chunk_run, "chunk_path", path)
         monkeypatch.setattr(chunk_run, "SessionHop", SlowHop)
         run: Any = chunk_run.run_chunk
-        outcome = await run([hop], chunk(1), origin, ClientPolicy(), until_s=trio.current_time() + LIMIT_S)
+        outcome = await run(
+            [hop], chunk(1), origin, ClientPolicy(), limit=chunk_run.Limit(trio.current_time() + LIMIT_S)
+        )
         assert (outcome.error is None) is is_in_time
 
     trio.run(check, clock=trio.testing.MockClock(autojump_threshold=0))
@@ -110,3 +120,70 @@ def test_a_step_that_was_not_answered_is_beside_no_other_one(monkeypatch: pytest
     trio.run(check, clock=trio.testing.MockClock(autojump_threshold=0))
     assert isinstance(outcomes[0].error, PeerTimeout)
     assert (outcomes[1].error, outcomes[1].beside) == (None, 0.0)
+
+
+def test_of_several_new_hops_the_one_that_took_most_of_the_time_is_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow, quick = SlowHop("slow", LIMIT_S - 1), SlowHop("quick", OWN_S)
+
+    def path(hops: list[SlowHop], *_arguments: Any) -> Iterator[Any]:
+        yield Send(hops[0], Frame(FrameType.STEP))
+        for hop in hops:
+            outcome = yield Receive(hop, FrameType.RESULT, 60.0)
+            outcome.frame()
+
+    async def check() -> None:
+        monkeypatch.setattr(chunk_run, "chunk_path", path)
+        monkeypatch.setattr(chunk_run, "SessionHop", SlowHop)
+        run: Any = chunk_run.run_chunk
+        limit = chunk_run.Limit(trio.current_time() + LIMIT_S)
+        with pytest.raises(PeerTimeout, match="took 9 s of the time that all new hops had together"):
+            await run([slow, quick], chunk(1), b"", ClientPolicy(), limit=limit)
+        assert slow.is_blamed
+        assert not quick.is_blamed
+
+    trio.run(check, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+def test_a_push_that_does_not_come_takes_nothing_from_the_time_of_new_hops(monkeypatch: pytest.MonkeyPatch) -> None:
+    hop, origin = SlowHop("new", OWN_S), SlowHop("before", 0.0)
+
+    def path(*_arguments: Any) -> Iterator[Any]:
+        yield Receive(origin, FrameType.REPLAYED, 60.0)
+        for wait_s in (OWN_S - 1, OWN_S - 1, OWN_S - 1, 60.0):  # the first ones are waits for pushes
+            outcome = yield Receive(hop, FrameType.RESULT, wait_s)
+        return outcome
+
+    async def check() -> None:
+        monkeypatch.setattr(chunk_run, "chunk_path", path)
+        monkeypatch.setattr(chunk_run, "SessionHop", SlowHop)
+        run: Any = chunk_run.run_chunk
+        limit = chunk_run.Limit(trio.current_time() + LIMIT_S)
+        outcome = await run([hop], chunk(1), origin, ClientPolicy(), limit=limit)
+        assert outcome.error is None
+
+    trio.run(check, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+def test_a_hop_is_waited_for_a_chunk_once_it_has_answered_those_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first chunk has to be asked for again, elsewhere. The second one has all its time after that."""
+    before, hop = SlowHop("before", SLOW_S), SlowHop("after", OWN_S)
+    began_s, answered_s = {}, {}
+
+    def path(_hops: Any, given: Chunk, *_arguments: Any) -> Iterator[Any]:
+        if given.start == 0:
+            yield Receive(hop, FrameType.RESULT, 1.0)  # for a push
+            yield Receive(before, FrameType.REPLAYED, 60.0)
+        outcome = yield Receive(hop, FrameType.RESULT, 60.0)
+        began_s[given.start], answered_s[given.start] = outcome.since_s, outcome.now_s
+
+    async def check() -> None:
+        monkeypatch.setattr(chunk_run, "chunk_path", path)
+        monkeypatch.setattr(chunk_run, "SessionHop", SlowHop)
+        run: Any = chunk_run.run_chunk
+        async with trio.open_nursery() as nursery:
+            for number in range(2):
+                await trio.testing.wait_all_tasks_blocked()
+                nursery.start_soon(run, [before, hop], Chunk(Epoch(0), Step(number), number, 1), b"", ClientPolicy())
+
+    trio.run(check, clock=trio.testing.MockClock(autojump_threshold=0))
+    assert began_s[1] == answered_s[0] > SLOW_S
