@@ -233,3 +233,22 @@ async def test_a_draining_server_waits_for_passes() -> None:
             assert not client.router.finder.failures  # type: ignore[attr-defined]
         assert node.worker.executor.forwards == 6
         assert len(HIDDEN) == 8 * ROW
+
+
+@simulated
+async def test_a_server_that_is_busy_for_days_by_its_word_is_waited_for_no_longer_than_others() -> None:
+    policy = ClientPolicy(recovery=RecoveryPolicy(timeout_s=10.0))
+
+    def refuse(_peer: PeerId, frame: Frame) -> list[Frame]:
+        if frame.type is not FrameType.EVALUATED:
+            return [frame]
+        return [refusal_of(frame, RefusalCode.BUSY, "come back in a month", 1e6)]
+
+    async with world() as swarm:
+        (await swarm.start("busy", ALL_BLOCKS)).network.tamper = refuse
+        await trio.sleep(5)
+        async with swarm.client(policy) as client:
+            began_s = trio.current_time()
+            with pytest.raises(SessionLost, match="come back in a month"):
+                await there(client)
+            assert trio.current_time() - began_s < 2 * policy.recovery.timeout_s
