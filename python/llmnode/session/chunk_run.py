@@ -40,18 +40,20 @@ async def run_chunks(
     """
     window = trio.Semaphore(policy.chunks_ahead)
     limit = Limit(until_s)
-    committed = trio.Event()
+    committed, in_turn = trio.Event(), trio.Event()
     committed.set()
+    in_turn.set()
 
     async def run_and_commit(
         chunk: Chunk,
         origin: Buffer | SessionHop,
         before: trio.Event,
         done: trio.Event,
+        turn: tuple[trio.Event, trio.Event],
         *,
         task_status: trio.TaskStatus[None],
     ) -> None:
-        result = await run_chunk(hops, chunk, origin, policy, task_status, limit)
+        result = await run_chunk(hops, chunk, origin, policy, task_status, limit, turn)
         await before.wait()
         await commit(result)
         done.set()
@@ -62,7 +64,8 @@ async def run_chunks(
             for chunk, origin in chunks:
                 await window.acquire()
                 before, committed = committed, trio.Event()
-                await nursery.start(run_and_commit, chunk, origin, before, committed)
+                earlier, in_turn = in_turn, trio.Event()
+                await nursery.start(run_and_commit, chunk, origin, before, committed, (earlier, in_turn))
 
 
 class Limit:
@@ -97,11 +100,13 @@ async def run_chunk(
     policy: ClientPolicy,
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     limit: Limit | None = None,
+    turn: tuple[trio.Event, trio.Event] | None = None,
 ) -> ChunkResult:
     """Does what `chunk_path` says, and raises as it does.
 
     Started once the first hop has its input, or is to be given it. No answer of `hops` is waited for after the `limit`.
-    A hop computes chunks in their order, so its answer is waited for once it has answered those before.
+    A hop computes chunks in their order, so its answer is waited for once it has answered those before. `turn` has the
+    events that the chunk before waits for the first hop, and that this one does.
     """
     path = chunk_path(hops, chunk, origin, policy)
     at_once = min(chunk.length, policy.standing.short_step)  # beside decodes, a server computes more in parts
@@ -117,11 +122,17 @@ async def run_chunk(
                     if asked is not None:
                         asked.one_by_one.release()
                         asked = None
+                    elif turn is not None:  # the hop before may answer in another order
+                        await turn[0].wait()
                     await action.hop.one_by_one.acquire()
                     asked = action.hop
+                    if turn is not None:
+                        turn[1].set()
                 since_s, waited_for = trio.current_time(), action.hop
                 is_limited = waited_for is not origin and not is_first  # the origin has deadlines of its own
-                outcome = await _do(action, at_once, expected, limit.until_s if is_limited else inf)
+                until_s = limit.until_s if is_limited else inf
+                was_pushed = isinstance(action, Receive) and action.is_pushed
+                outcome = await _do(action, at_once, expected, until_s)
                 now_s = trio.current_time()
                 if is_first and outcome.error is None:
                     task_status.started()
@@ -132,13 +143,13 @@ async def run_chunk(
                     return result
                 except PeerTimeout:
                     limit.note(waited_for, since_s, now_s)
-                    if is_limited and now_s >= limit.until_s:
+                    if now_s >= until_s:
                         limit.check(hops, waited_for)
                     raise
-                if is_limited and outcome.error is None:
+                if not is_limited or (was_pushed and outcome.error is not None):
+                    limit.excuse(since_s, now_s)  # the wait was for the origin, or for a push that did not come
+                else:
                     limit.note(waited_for, since_s, now_s)
-                else:  # it was another's fault, or a push that did not come
-                    limit.excuse(since_s, now_s)
         finally:
             if asked is not None:
                 asked.one_by_one.release()

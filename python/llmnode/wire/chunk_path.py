@@ -46,6 +46,7 @@ class Send(NamedTuple, Generic[HopT]):
 class Receive(NamedTuple, Generic[HopT]):
     """Wait this long for the hop's answer of this type about the chunk. After a PeerTimeout it may come again.
 
+    With `is_pushed` another hop is to give it the chunk, and it is not its own fault if that does not come.
     After `early_s` others are tried. If these could take the hop's place, it is waited for no longer.
     """
 
@@ -53,6 +54,7 @@ class Receive(NamedTuple, Generic[HopT]):
     answer: FrameType
     timeout_s: float
     early_s: float = inf
+    is_pushed: bool = False
 
 
 class Outcome(NamedTuple):
@@ -175,7 +177,7 @@ class _Passage(Generic[HopT]):
         upstream = self.upstream
         is_direct = upstream is not None and hidden.pushed and upstream.hop.pushing.works
         if upstream is not None and is_direct:
-            outcome = yield Receive(self.hop, FrameType.RESULT, self._push_patience_s(upstream))
+            outcome = yield Receive(self.hop, FrameType.RESULT, self._push_patience_s(upstream), is_pushed=True)
             if isinstance(outcome.error, PeerTimeout):  # it may be slow, or the push got lost
                 upstream.hop.not_pushed(outcome.now_s)
                 is_direct = False  # it is safe to give it the same again
@@ -195,7 +197,7 @@ class _Passage(Generic[HopT]):
         timeout_s, policy = hop.timeout_s(positions), hop.terms.policy
         early_s = inf
         if hop.has_computed and hop.word is not None and positions <= policy.standing.short_step:
-            early_s = timeout_s - policy.step_patience_s + policy.replaced_patience_s
+            early_s = max(policy.replaced_patience_s, timeout_s - policy.step_patience_s + policy.replaced_patience_s)
         return (yield Receive(hop, FrameType.RESULT, timeout_s, early_s))
 
     def _give(self, hidden: Hidden) -> Generator[Action[HopT], Outcome, None]:
@@ -242,9 +244,10 @@ class _Passage(Generic[HopT]):
         return HopsDisagree(self.chunk, upstream.hop, upstream.computed.said, self.hop, shown)
 
     def _push_patience_s(self, upstream: _Upstream[HopT]) -> float:
-        """How long the hop may take before the push counts as lost."""
+        """How long the hop may take before the push counts as lost, whatever the hop before says that it took."""
         expected_s = self.hop.pace.expected_s(self.chunk.length)
-        return upstream.patience_s + 4 * (upstream.took_s if expected_s is None else expected_s)
+        patience_s = upstream.patience_s + 4 * (upstream.took_s if expected_s is None else expected_s)
+        return min(patience_s, self.hop.terms.policy.step_timeout_s)
 
 
 def _send(hop: HopT, frame: Frame) -> Generator[Action[HopT], Outcome, None]:

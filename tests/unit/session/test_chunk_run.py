@@ -149,8 +149,9 @@ def test_a_push_that_does_not_come_takes_nothing_from_the_time_of_new_hops(monke
 
     def path(*_arguments: Any) -> Iterator[Any]:
         yield Receive(origin, FrameType.REPLAYED, 60.0)
-        for wait_s in (OWN_S - 1, OWN_S - 1, OWN_S - 1, 60.0):  # the first ones are waits for pushes
-            outcome = yield Receive(hop, FrameType.RESULT, wait_s)
+        for _ in range(3):
+            yield Receive(hop, FrameType.RESULT, OWN_S - 1, is_pushed=True)
+        outcome = yield Receive(hop, FrameType.RESULT, 60.0)
         return outcome
 
     async def check() -> None:
@@ -187,3 +188,30 @@ def test_a_hop_is_waited_for_a_chunk_once_it_has_answered_those_before(monkeypat
 
     trio.run(check, clock=trio.testing.MockClock(autojump_threshold=0))
     assert began_s[1] == answered_s[0] > SLOW_S
+
+
+def test_a_hop_that_has_logged_chunks_may_not_give_them_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the second one ready at once. The new hop is asked for that after the first one all the same."""
+    origin, hop = SlowHop("before", 0.0), SlowHop("new", OWN_S)
+    asked: list[int] = []
+
+    def path(_hops: Any, given: Chunk, *_arguments: Any) -> Iterator[Any]:
+        yield Send(origin, Frame(FrameType.REPLAY))
+        origin.answers_in_s = 0.0 if given.start else SLOW_S
+        yield Receive(origin, FrameType.REPLAYED, 60.0)
+        outcome = yield Receive(hop, FrameType.RESULT, 60.0)
+        outcome.frame()
+        asked.append(given.start)
+
+    async def commit(_result: Any) -> None:
+        pass
+
+    async def check() -> None:
+        monkeypatch.setattr(chunk_run, "chunk_path", path)
+        monkeypatch.setattr(chunk_run, "SessionHop", SlowHop)
+        run: Any = chunk_run.run_chunks
+        chunks = [(Chunk(Epoch(0), Step(number), number, 1), origin) for number in range(2)]
+        await run([hop], chunks, ClientPolicy(), commit)
+
+    trio.run(check, clock=trio.testing.MockClock(autojump_threshold=0))
+    assert asked == [0, 1]

@@ -49,9 +49,9 @@ def neighbours(first: HopState, second: HopState) -> list[Neighbours]:
     return told
 
 
-def result(came_in: bytes, came_out: bytes, *, pushed: bool = False) -> Frame:
+def result(came_in: bytes, came_out: bytes, *, pushed: bool = False, took_us: int = 0) -> Frame:
     digests = blake3_digest(came_in), blake3_digest(came_out)
-    meta = pack(Result(0, 0, *digests, bytes(64), pushed, b"", b""))
+    meta = pack(Result(took_us, took_us, *digests, bytes(64), pushed, b"", b""))
     return Frame(FrameType.RESULT, start=CHUNK.start, length=CHUNK.length, meta=meta, payload=came_out)
 
 
@@ -115,6 +115,17 @@ def test_a_late_hop_that_was_given_the_same_again_is_well() -> None:
         way(hops, answers)
     assert [replace(each.timing, elapsed_us=0).direct for each in end.value.value.outputs] == [False, False]
     assert first.pushing.receiver is None
+
+
+def test_no_word_of_a_hop_has_the_client_wait_for_its_push_for_long() -> None:
+    hops = [first, second] = [hop(0), hop(1)]
+    neighbours(first, second)
+    path = chunk_path(hops, CHUNK, GIVEN, TERMS.policy)
+    next(path)
+    path.send(Outcome(1.0))
+    action = path.send(Outcome(1.0, answer=result(GIVEN, BETWEEN, pushed=True, took_us=1 << 47)))
+    assert isinstance(action, Receive) and action.hop is second and action.is_pushed
+    assert action.timeout_s <= TERMS.policy.step_timeout_s
 
 
 NO_MEMORY = PeerRefused(RefusalCode.BUSY, "no memory is left for this session now", retry_after_s=1.0)
