@@ -18,7 +18,7 @@ from llmnode.core.policy import ServePolicy, SwarmPolicy
 from llmnode.core.span import Span
 from llmnode.core.view import Source
 from llmnode.core.view_digests import BUCKETS, ENTRY_BYTES
-from llmnode.errors import PeerTimeout
+from llmnode.errors import PeerTimeout, RemoteProtocolError
 from llmnode.node.serve import links
 from llmnode.node.serve.conduct import Conduct
 from llmnode.node.serve.links import accept_links, answer_as_relay
@@ -28,7 +28,7 @@ from llmnode.testing import Conditions, seeds, simulated, simulated_ms
 from llmnode.testing.link import MemoryLink
 from llmnode.testing.network import _signature, open_internet, peer_named
 from llmnode.testing.world import raise_bug
-from llmnode.wire.announcement import sign_announcement
+from llmnode.wire.announcement import pack_news, sign_announcement
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.view_digests import ASKED_AT_ONCE
 
@@ -209,6 +209,28 @@ async def test_entries_that_a_peer_invents_cost_questions_that_are_no_larger_and
         assert one.view.sequences() == other.view.sequences() == known
     assert sent.other_bytes < 4096 + 2 * FULL * (ENTRY_BYTES + 12)
     assert sent.news_bytes < 10 * 450 + 200
+
+
+@simulated
+async def test_a_peer_that_tells_more_than_it_was_asked_for_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that it tells would have to be verified."""
+    answer, unasked = links.answer_any, [announced(number, 0) for number in range(ASKED_AT_ONCE + 1)]
+
+    async def tell_more(swarm: Swarm, conduct: Conduct, link: Link, frame: Frame) -> None:
+        if frame.type is FrameType.MISSING:
+            clock = swarm._view_exchange.answer(frame, link.version).meta
+            payload = pack_news([each.signed for each in unasked], (), SwarmPolicy())
+            await link.send(Frame(FrameType.NEWS, step=frame.step, meta=clock, payload=payload))
+        else:
+            await answer(swarm, conduct, link, frame)
+
+    monkeypatch.setattr(links, "answer_any", tell_more)
+    async with two_nodes(DIGESTS_ALWAYS) as (one, other):
+        tell(one, [announced(FULL, 0)])
+        tell(other, [announced(FULL + 1, 0)])
+        with pytest.raises(RemoteProtocolError, match="1025 announcements, and 1024 were asked for"):
+            await exchange(one, other)
+        assert len(one.view) == 1
 
 
 @simulated

@@ -104,8 +104,10 @@ class ViewExchange:
         for start in range(0, len(difference.missing), ASKED_AT_ONCE):
             missing = pack_missing(difference.missing[start : start + ASKED_AT_ONCE])
             answer, _ = await self._ask(connection, FrameType.MISSING, missing, FrameType.NEWS, until_s)
-            began_s = trio.current_time()
-            await believe(unpack_news(answer.payload, self.policy))
+            news, began_s = unpack_news(answer.payload, self.policy), trio.current_time()
+            if len(news.pairs) > ASKED_AT_ONCE:
+                raise RemoteProtocolError(f"{len(news.pairs)} announcements, and {ASKED_AT_ONCE} were asked for")
+            await believe(news)
             until_s += trio.current_time() - began_s  # to verify them is no delay of the peer's
         return Told(ahead_ms, [ours[entry] for entry in difference.newer])
 
