@@ -98,6 +98,7 @@ class PassTries:
         self._failures.note_uncomputed(error, self._finder, trio.current_time())
         if isinstance(error, Overdue):
             self._was_overdue = True
+            self._failures.add_try(took_s, failed=True)  # its time is none of the search
             return
         if error.peer is not None and _never_will(error):
             self._unable.add(error.peer)
