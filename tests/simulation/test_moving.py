@@ -15,12 +15,17 @@ import trio
 from llmnode.core.policy import ClientPolicy, MovePolicy, RoutePolicy, SwarmPolicy
 from llmnode.core.span import Span
 from llmnode.node.serve.network_speed import keep_measuring
+from llmnode.session.better_routes import FAILED_S
 from llmnode.testing import Conditions, exact_input, open_world, peer_named, seeds
 from llmnode.testing import world as testing_world
+from llmnode.wire.frame import Frame, FrameType
+from llmnode.wire.messages import RefusalCode
 from llmnode.wire.payload import Codec
+from llmnode.wire.refusal import refusal_of
 from simulation.world import ALL_BLOCKS, DELAY_S, KV_TOKENS, SPANS, Dialogue, World, kv_is_free, simulated, world
 
 if TYPE_CHECKING:
+    from llmnode.core.ids import PeerId
     from llmnode.session.moving import Moved
     from llmnode.session.router import Router
     from llmnode.session.session import InferenceSession
@@ -125,8 +130,10 @@ async def test_a_session_stays_as_it_was_if_the_newcomer_fails_in_the_replay(pla
     async with world() as swarm, trio.open_nursery() as nursery:
         await three_hops(swarm, place)
         failed = trio.Event()
+        failed_s = 0.0
 
         async def join() -> None:
+            nonlocal failed_s
             await trio.sleep(20)
             fast = await start(swarm, "fast", SPANS[place], FAST_S)
             await opened(fast, 1)
@@ -138,6 +145,7 @@ async def test_a_session_stays_as_it_was_if_the_newcomer_fails_in_the_replay(pla
                 swarm.kill("fast")
             elif fault is Fault.IS_CUT_OFF:
                 swarm.internet.freeze(fast.peer)
+            failed_s = trio.current_time()
             failed.set()
 
         nursery.start_soon(join)
@@ -154,6 +162,8 @@ async def test_a_session_stays_as_it_was_if_the_newcomer_fails_in_the_replay(pla
             assert not session.moves and not session.recoveries
             assert {error.peer for _, error in router.finder.banned} <= {peer_named("fast")}
             assert longest_s < SLOW_S + MOST_STALL_S
+            unfit = router.finder.better_routes.failed
+            assert unfit.is_banned(peer_named("fast"), failed_s + FAILED_S), "no other session goes there, either"
             swarm.mend_all()
         nursery.cancel_scope.cancel()
 
@@ -236,6 +246,31 @@ async def test_a_server_that_only_says_that_it_is_faster_does_not_get_the_sessio
 
         nursery.start_soon(join)
         assert not (await decode(swarm, MOVES, 180)).moves
+
+
+@simulated
+async def test_a_hop_that_is_busy_when_it_is_asked_for_its_log_is_not_left() -> None:
+    def refuse(_peer: PeerId, frame: Frame) -> list[Frame]:
+        is_log = frame.type is FrameType.REPLAYED
+        return [refusal_of(frame, RefusalCode.BUSY, "no memory is left now", 1.0) if is_log else frame]
+
+    async with world() as swarm, trio.open_nursery() as nursery:
+        await three_hops(swarm, 1)
+
+        async def join() -> None:
+            await trio.sleep(20)
+            swarm.nodes["0"].network.tamper = refuse
+            await start(swarm, "fast", SPANS[1], FAST_S)
+
+        nursery.start_soon(join)
+        async with swarm.client(MOVES) as (router, _), router.open_session(LENGTH, Codec.RAW) as session:
+            dialogue, before = Dialogue(session, random.Random(1)), session.route
+            for number in range(110):
+                await dialogue.step(10 if not number else 1)
+            assert session.route == before
+            assert not session.moves and not session.recoveries
+            assert not router.finder.banned
+            assert router.finder.better_routes.failed.banned(0.0), "it has tried"
 
 
 @simulated

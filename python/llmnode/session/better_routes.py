@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from llmnode.core.moves import NewHop, chance, crowded, find_moves, price_s, repays, steps_left
+from llmnode.core.peers.bans import Bans
 from llmnode.core.peers.ways import believed_ways
 from llmnode.core.route import HopCost
 
@@ -28,10 +29,14 @@ if TYPE_CHECKING:
     from llmnode.session.newcomers import Newcomers
     from llmnode.session.peer_records import PeerRecords
     from llmnode.session.reaching import Reaching
+    from llmnode.session.rows import Rows
     from llmnode.session.trials import Trials
     from llmnode.swarm.pool import ConnectionPool
     from llmnode.wire.session_terms import SessionTerms
 
+FAILED_S, MOST_FAILED_S = 60.0, 3600.0
+MOST_CROWD = 64
+"""No more decodes are believed to be at a server of the route: its word would keep sessions there for ever."""
 LOADS = 2
 """Loads count as the same if they are in the same half of a decode."""
 
@@ -42,6 +47,8 @@ class Standpoint:
 
     route: Route
     terms: SessionTerms
+    rows: Rows
+    """The sessions that wait for it while it moves, itself among them."""
     position: int
     steps: int
     step_s: float
@@ -139,6 +146,8 @@ class BetterRoutes:
         self.rng = rng
         self.is_busy = False
         """A session of the client looks, or moves."""
+        self.failed = Bans(FAILED_S, MOST_FAILED_S)
+        """Peers that did not take over a session. They are no better route for a while, whatever they say."""
         self._pool = pool
         self._records = records
         self._reaching = reaching
@@ -159,6 +168,8 @@ class BetterRoutes:
         policy, now_s = session.terms.policy.moves, trio.current_time()
         current = {hop.peer for hop in session.route}
         usable = self._records.good(self._candidates(session.terms.max_length))
+        unfit = self.failed.banned(now_s) | session.rows.too_small(usable, session.terms.max_length).keys()
+        usable = [each for each in usable if each.peer in current or each.peer not in unfit]
         servers = {each.peer: each for each in usable}
         if not current <= servers.keys():  # one is about to leave, or has failed others
             return None
@@ -170,8 +181,9 @@ class BetterRoutes:
         last.news, last.step_s, last.waits = news, session.step_s, False
         has_tried, last.tries = last.tries, False
         decodes = self._records.decodes(usable)
-        others = max(decodes[peer].others for peer in current)
-        share = chance(others, policy)
+        others = min(MOST_CROWD, max(decodes[peer].others for peer in current))
+        # Where there are other servers there are other clients, which see the same newcomer.
+        share = chance(max(others, 1.0) if len(usable) > len(current) + 1 else others, policy)
         proven = [each for each in usable if each.peer in served]
         known = self._best(session, proven, decodes, others * share, last)
         if known is not None:
@@ -218,7 +230,7 @@ class BetterRoutes:
             is_much = move.saved_s >= policy.least_share * session.step_s
             if prices.needs_upload and is_much:
                 self._reaching.measure_upload(servers[move.hops[0].peer], policy.upload_again_s)
-            if repays(move, session.step_s, price, left, policy):
+            if repays(move, session.step_s, price * max(1, session.rows.number), left, policy):
                 return BetterRoute(move, price, move.saved_s * left, chosen)
             last.waits = last.waits or is_much
         return None

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from llmnode.session.hop import SessionHop
     from llmnode.session.hops import SessionHops
     from llmnode.session.peer_finder import PeerFinder
+    from llmnode.session.rows import Rows
 
 log = logging.getLogger(__name__)
 
@@ -51,12 +52,14 @@ class Moved:
 class Moving:
     """That of one session."""
 
-    def __init__(self, hops: SessionHops) -> None:
+    def __init__(self, hops: SessionHops, rows: Rows) -> None:
+        """`rows` are the sessions that wait for each other, this one among them."""
         policy = hops.terms.policy.moves
         self.moves: list[Moved] = []
         self.at_step: float = policy.first_steps if policy.enabled and hops.tools.finder is not None else inf
         """The step before which the session is to look next. A comparison with it is all that other steps cost."""
         self._hops = hops
+        self._rows = rows
         self._policy = policy
         self._next_s: float | None = None
         self._tried = 0
@@ -79,12 +82,16 @@ class Moving:
                 with better.looking():
                     state = hops.state
                     route = tuple(each.hop for each in hops.hops)
-                    session = Standpoint(route, hops.terms, state.position, state.step, taken_s)
+                    session = Standpoint(route, hops.terms, self._rows, state.position, state.step, taken_s)
                     if (found := better.find(session, self._last)) is not None:
                         await self._move(found, finder)
                     if self._last.tries:
                         self._next_s = min(self._next_s, now_s + self._policy.tried_s)
         self.at_step = hops.state.step + steps_until(self._next_s - now_s, taken_s or 0.0)
+
+    def put_off(self) -> None:
+        """It becomes a copy of another one, whose peers it takes: a move of its own would have been for nothing."""
+        self.at_step = max(self.at_step, self._hops.state.step + self._policy.first_steps)
 
     def _must_stay(self) -> bool:
         checks = self._hops.tools.spot_checks
@@ -110,6 +117,8 @@ class Moving:
         try:
             try:
                 await hops.settle()
+                if hops.ended is not None:  # it was closed meanwhile, and the old hops were not in their places
+                    hops.check_open()
             except PeerError as error:
                 if all(hop.failure is None for hop in new):
                     raise  # another hop is lost: that of a new one has its inputs
@@ -117,10 +126,16 @@ class Moving:
                 state.unsettle()
                 state.replace(new, old)
                 spare = new
+                if hops.ended is not None:  # that closed the new hops, and nobody else would close these
+                    spare = [*new, *old]
+                    hops.check_open()
                 await self._go_on(old[0], found, error, finder)
                 return
         finally:
             await hops.abandon(spare)
+        if (before := state.before(new[0])) is not None:
+            for hop in old:  # that it could not push there matters no more
+                before.pushing.forget(hop.hop.peer)
         finder.warm_standbys(tuple(hop.hop for hop in state.hops))
         peers = tuple(hop.hop.peer for hop in old), tuple(hop.hop.peer for hop in new)
         stall_s = trio.current_time() - began_s
@@ -156,20 +171,26 @@ class Moving:
     async def _go_on(
         self, first: SessionHop, found: BetterRoute, failure: PeerError | None, finder: PeerFinder
     ) -> None:
-        """Have the old hops stand as before. A peer that refused is not banned: it has not promised anything."""
-        state, peers = self._hops.state, {hop.peer for hop in found.move.hops}
+        """Have the old hops stand as before, and go to those that failed no more for a while.
+
+        A peer that refused to open is not banned: it has not promised anything. A dispute counts against new peers
+        alone: with the others all went well.
+        """
+        state, peers, now_s = self._hops.state, {hop.peer for hop in found.move.hops}, trio.current_time()
+        for peer in peers if failure is None or failure.peer not in peers else {failure.peer}:
+            finder.better_routes.failed.report(peer, now_s)
         if isinstance(failure, IntegrityError) and failure.suspects:
-            finder.suspect(failure.suspects)
-        elif isinstance(failure, PeerRefused):
+            finder.suspect([peer for peer in failure.suspects if peer in peers])
+        elif isinstance(failure, PeerRefused) and not failure.breaks_promise:
             if failure.peer is not None and failure.retry_after_s is not None:
-                finder.records.note_full(failure.peer, failure.retry_after_s, trio.current_time())
+                finder.records.note_full(failure.peer, failure.retry_after_s, now_s)
         elif failure is not None and failure.peer in peers:
             finder.report(failure)
         if (before := state.before(first)) is not None:
             for peer in peers:
                 before.pushing.forget(peer)
-            if isinstance(before.failure, PeerTimeout):
-                before.failure = None  # it may have waited for a new hop: it answers now, or is lost
+            if isinstance(before.failure, (PeerTimeout, PeerRefused)):
+                before.failure = None  # it may have waited for a new hop, or be busy: it answers now, or is lost
         if (lost := state.lost) is not None and lost.failure is not None:
             raise lost.failure
         await self._hops.settle()

@@ -33,6 +33,10 @@ class Rows:
         self._rows: list[SessionHops] = []
         self._opening: list[tuple[frozenset[PeerId], int]] = []
 
+    @property
+    def number(self) -> int:
+        return len(self._rows)
+
     def add(self, row: SessionHops) -> None:
         self._rows.append(row)
 

@@ -80,7 +80,7 @@ class InferenceSession:
         self.rows = rows or Rows()
         """The sessions that were opened beside each other, and this one."""
         self._recoverer = Recoverer(self._hops, self.rows)
-        self._moving = Moving(self._hops)
+        self._moving = Moving(self._hops, self.rows)
         self._is_exported = False
 
     @property
@@ -350,6 +350,7 @@ class InferenceSession:
         self._hops.check_open()
         with self._ends_if_cancelled():
             await self._hops.copy_from(source._hops)
+        self._moving.put_off()
         await self._persist(self._hops.tell_neighbours, position_before=self._state.position)
 
 
