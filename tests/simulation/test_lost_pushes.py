@@ -48,7 +48,7 @@ async def test_a_push_that_gets_lost_is_made_good_by_the_client() -> None:
 @simulated
 async def test_a_hop_that_finishes_a_long_forward_is_not_taken_for_dead_when_another_is_lost() -> None:
     stays = StandingPolicy(slow_total_s=60.0)  # with a slow hop
-    policy = ClientPolicy(chunk_tokens=4, standing=stays)
+    policy = ClientPolicy(chunk_tokens=4, standing=stays, replaced_patience_s=60.0)
     async with pairs_of_servers() as swarm, swarm.session(policy) as (session, _):
         dialogue = Dialogue(session, random.Random(1))
         await dialogue.step(4)
