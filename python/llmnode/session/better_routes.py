@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from llmnode.session.newcomers import Newcomers
     from llmnode.session.peer_records import PeerRecords
     from llmnode.session.reaching import Reaching
-    from llmnode.session.rows import Rows
     from llmnode.session.trials import Trials
     from llmnode.swarm.pool import ConnectionPool
     from llmnode.wire.session_terms import SessionTerms
@@ -47,8 +46,10 @@ class Standpoint:
 
     route: Route
     terms: SessionTerms
-    rows: Rows
+    waiting: int
     """The sessions that wait for it while it moves, itself among them."""
+    too_small: Callable[[Sequence[Announcement], int], Mapping[PeerId, object]]
+    """The servers that will never have KV for all of them, at this greatest length."""
     position: int
     steps: int
     step_s: float
@@ -168,7 +169,7 @@ class BetterRoutes:
         policy, now_s = session.terms.policy.moves, trio.current_time()
         current = {hop.peer for hop in session.route}
         usable = self._records.good(self._candidates(session.terms.max_length))
-        unfit = self.failed.banned(now_s) | session.rows.too_small(usable, session.terms.max_length).keys()
+        unfit = self.failed.banned(now_s) | session.too_small(usable, session.terms.max_length).keys()
         usable = [each for each in usable if each.peer in current or each.peer not in unfit]
         servers = {each.peer: each for each in usable}
         if not current <= servers.keys():  # one is about to leave, or has failed others
@@ -230,7 +231,7 @@ class BetterRoutes:
             is_much = move.saved_s >= policy.least_share * session.step_s
             if prices.needs_upload and is_much:
                 self._reaching.measure_upload(servers[move.hops[0].peer], policy.upload_again_s)
-            if repays(move, session.step_s, price * max(1, session.rows.number), left, policy):
+            if repays(move, session.step_s, price * max(1, session.waiting), left, policy):
                 return BetterRoute(move, price, move.saved_s * left, chosen)
             last.waits = last.waits or is_much
         return None

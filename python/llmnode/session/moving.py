@@ -82,7 +82,8 @@ class Moving:
                 with better.looking():
                     state = hops.state
                     route = tuple(each.hop for each in hops.hops)
-                    session = Standpoint(route, hops.terms, self._rows, state.position, state.step, taken_s)
+                    at = state.position, state.step, taken_s
+                    session = Standpoint(route, hops.terms, self._rows.number, self._rows.too_small, *at)
                     if (found := better.find(session, self._last)) is not None:
                         await self._move(found, finder)
                     if self._last.tries:
