@@ -66,7 +66,7 @@ async def test_a_session_without_memory_for_its_prompts_leaves_its_adapter_and_n
 @in_trio
 async def test_prompts_that_could_never_be_held_are_refused_for_good(exact_worker: Any) -> None:
     """The client is not told to come again: no other session has to end for them."""
-    async with served(exact_worker) as swarm, open_network([], POLICY) as network:
+    async with served(exact_worker, serve=ServePolicy(session_bytes=0)) as swarm, open_network([], POLICY) as network:
         process = swarm.network.budget.process
         link = await network.dial(swarm.address)
         await answer_to(link, DESCRIBE)
@@ -82,7 +82,8 @@ async def test_prompts_are_held_until_their_session_ends_also_over_another_link(
         process = swarm.network.budget.process
 
         def held_by_sessions() -> list[int]:
-            return [each.held[Resource.MEMORY] for each in process.within(Kind.SESSION)]
+            itself = ServePolicy().session_bytes
+            return [each.held[Resource.MEMORY] - itself for each in process.within(Kind.SESSION)]
 
         links = [await network.dial(swarm.address) for _ in range(2)]
         session = session_id()
