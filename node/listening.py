@@ -70,10 +70,10 @@ def choose_listening(
 
 
 def _in_private_networks(own_ips: Iterable[str], named: Sequence[str]) -> list[str]:
-    """Our addresses there. Those of IPv6 come and go: they count if one is `named`, or if there are no others."""
-    local = sorted({each for each in own_ips if is_local(each)})
-    is_named = any(":" in each for each in named)
-    return [each for each in local if is_named or ":" not in each] or local
+    """Our addresses there. Those of IPv6 come and go: they count if one is `named`, or if the machine has no IPv4."""
+    own = sorted(set(own_ips))
+    counts_6 = any(":" in each for each in named) or all(":" in each or each.startswith("127.") for each in own)
+    return [each for each in own if is_local(each) and (counts_6 or ":" not in each)]
 
 
 def check_places(listen: Sequence[str], announce: Sequence[str], way_in: Invite, relays: Sequence[str] = ()) -> None:

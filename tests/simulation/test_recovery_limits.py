@@ -93,7 +93,8 @@ async def test_a_server_that_trickles_keeps_a_session_from_others_for_a_limited_
             await swarm.start("1c", SPANS[1])
         (recovery,) = session.recoveries
         assert [name_of(peer) for peer in recovery.taken_over_by] == ["1c"]
-        assert REPLAY_S <= recovery.stall_s < REPLAY_S + 5
+        for_a_push_s = PATIENT.recovery.replay_patience_s  # it may not have come
+        assert REPLAY_S <= recovery.stall_s < REPLAY_S + for_a_push_s + 5
 
 
 @simulated

@@ -74,15 +74,20 @@ class Limit:
     def __init__(self, until_s: float = inf) -> None:
         self.until_s = until_s
         self._excused_s = -inf
+        self._worked_s = -inf
         self._waited_s: dict[SessionId, float] = {}
 
     def note(self, hop: SessionHop, since_s: float, now_s: float) -> None:
         """The client has waited for an answer of `hop`."""
         self._waited_s[hop.session] = self._waited_s.get(hop.session, 0.0) + now_s - since_s
+        self._worked_s = now_s
 
     def excuse(self, since_s: float, now_s: float) -> None:
-        """The hops had nothing to do, as far as the client knows. Chunks may tell of the same time."""
-        self.until_s += max(0.0, now_s - max(since_s, self._excused_s))
+        """The hops had nothing to do, as far as the client knows. Chunks may tell of the same time.
+
+        The time in which the client waited for a hop is none of it.
+        """
+        self.until_s += max(0.0, now_s - max(since_s, self._excused_s, self._worked_s))
         self._excused_s = max(now_s, self._excused_s)
 
     def check(self, hops: Sequence[SessionHop], last: SessionHop) -> None:
@@ -108,13 +113,12 @@ async def run_chunk(
     A hop computes chunks in their order, so its answer is waited for once it has answered those before. `turn` has the
     events that the chunk before waits for the first hop, and that this one does.
     """
-    path = chunk_path(hops, chunk, origin, policy)
+    path, limit = chunk_path(hops, chunk, origin, policy), limit or Limit()
     at_once = min(chunk.length, policy.standing.short_step)  # beside decodes, a server computes more in parts
-    limit = limit or Limit()
     with ExitStack() as stack:
         involved = [origin, *hops] if isinstance(origin, SessionHop) else hops
         expected = {hop.session: stack.enter_context(hop.expect(chunk)) for hop in involved}
-        action, is_first = next(path), True
+        action, is_first, pushed_s = next(path), True, 0.0
         asked: SessionHop | None = None
         try:
             while True:
@@ -129,9 +133,9 @@ async def run_chunk(
                     if turn is not None:
                         turn[1].set()
                 since_s, waited_for = trio.current_time(), action.hop
-                is_limited = waited_for is not origin and not is_first  # the origin has deadlines of its own
-                until_s = limit.until_s if is_limited else inf
                 was_pushed = isinstance(action, Receive) and action.is_pushed
+                is_limited = waited_for is not origin and not is_first  # the origin has deadlines of its own
+                until_s = limit.until_s + pushed_s if is_limited else inf
                 outcome = await _do(action, at_once, expected, until_s)
                 now_s = trio.current_time()
                 if is_first and outcome.error is None:
@@ -146,10 +150,14 @@ async def run_chunk(
                     if now_s >= until_s:
                         limit.check(hops, waited_for)
                     raise
-                if not is_limited or (was_pushed and outcome.error is not None):
-                    limit.excuse(since_s, now_s)  # the wait was for the origin, or for a push that did not come
+                if not is_limited:
+                    limit.excuse(since_s, now_s)
+                elif was_pushed and outcome.error is not None:
+                    pushed_s += now_s - since_s  # the push did not come, or the hop was slow
                 else:
                     limit.note(waited_for, since_s, now_s)
+                    if outcome.answer is not None and now_s - since_s < pushed_s:  # it was the push
+                        limit.until_s, pushed_s = limit.until_s + pushed_s, 0.0
         finally:
             if asked is not None:
                 asked.one_by_one.release()

@@ -53,6 +53,7 @@ def chosen(**told: Any) -> tuple[list[str], bool, bool]:
         ({"contacts": [NAMED_HERE]}, ([HERE], False, False)),
         ({"contacts": ["/ip6/fd00::9/tcp/4001/p2p/x"]}, ([*LOCAL, "/ip6/fd00::1/tcp/0"], True, True)),
         ({"own_ips": ["127.0.0.1", "fd00::1", "2001:db8::1", "fe80::1"]}, (["/ip6/fd00::1/tcp/0"], True, True)),
+        ({"own_ips": ["127.0.0.1", "203.0.113.9", "fd00::1"]}, (["/ip4/127.0.0.1/tcp/0"], False, True)),
         ({"listen": [OWN_CHOICE]}, ([OWN_CHOICE], True, True)),
         ({"listen": [OWN_CHOICE], "mdns": False}, ([OWN_CHOICE], False, True)),
         ({"listen": [OWN_CHOICE], "is_private": True}, ([OWN_CHOICE], False, True)),
