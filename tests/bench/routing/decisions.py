@@ -64,7 +64,8 @@ def _finder(announcements: list[Announcement], rng: random.Random) -> PeerFinder
     view, source = View(policy), Source(PeerId("neighbour"), "its group")
     for each in announcements:
         view.accept(SignedAnnouncement(each, SignedBody(b"", b""), None), 0, source)
-    pool, swarm = SimpleNamespace(living=lambda: ()), SimpleNamespace(view=view, age_s=lambda _: 0.0)
+    pool = SimpleNamespace(living=lambda: ())
+    swarm = SimpleNamespace(view=view, age_s=lambda _: 0.0, met_in=lambda: view.met_in)
     finder = PeerFinder(MODEL, cast("ConnectionPool", pool), cast("Swarm", swarm), ClientPolicy(), rng)
     measured = rng.sample(announcements, min(len(announcements), finder.policy.route.round_trips))
     finder.reaching._measured = {each.peer: RoundTrip(rng.uniform(0, 0.4), 0.0) for each in measured}
