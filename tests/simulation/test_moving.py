@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from itertools import pairwise
@@ -301,6 +302,39 @@ async def test_rows_of_a_client_move_one_at_a_time() -> None:
         assert ended == 3 and len(moves) > 1
         for (one_s, _), (other_s, other) in pairwise(sorted(moves, key=lambda each: each[0])):
             assert one_s <= other_s - other.stall_s
+
+
+async def moves_of_rows(rows: int, moves: MovePolicy) -> list[Moved]:
+    """The moves of sessions that wait for each other at each step. A faster server joins them after 20 s."""
+    policy = replace(MOVES, moves=moves)
+    async with world() as swarm, trio.open_nursery() as nursery, AsyncExitStack() as stack:
+        await start(swarm, "slow", ALL_BLOCKS, SLOW_S)
+
+        async def join() -> None:
+            await trio.sleep(20)
+            await start(swarm, "fast", ALL_BLOCKS, FAST_S)
+
+        nursery.start_soon(join)
+        router, _ = await stack.enter_async_context(swarm.client(policy))
+        sessions: list[InferenceSession] = []
+        for _ in range(rows):
+            opening = router.open_session(100, Codec.RAW, beside=sessions[0] if sessions else None)
+            sessions.append(await stack.enter_async_context(opening))
+        for _ in range(99):
+            async with trio.open_nursery() as step:
+                for session in sessions:
+                    step.start_soon(session.step, exact_input(random.Random(1), 1, swarm.model))
+        return [move for session in sessions for move in session.moves]
+
+
+@simulated
+async def test_rows_that_wait_for_each_other_pay_the_price_of_a_move_for_each_of_them() -> None:
+    """It is worth one and a half of the price of one row, and one row moves. Two stay."""
+    (free,) = await moves_of_rows(1, MovePolicy())
+    barely = MovePolicy(longest_s=1.5 * free.price_s)
+    assert len(await moves_of_rows(1, barely)) == 1
+    assert not await moves_of_rows(2, barely)
+    assert await moves_of_rows(2, MovePolicy()), "it is for the price that they stay"
 
 
 CROWD, FORWARD_S, SHARE = 50, 0.2, 0.25

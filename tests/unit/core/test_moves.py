@@ -132,7 +132,7 @@ def test_a_move_repays_if_the_text_is_long_the_price_low_and_the_step_much_short
     assert repays(MOVE, 0.3, 2.0, 41, POLICY)
     assert not repays(MOVE, 0.3, 2.0, 40, POLICY), "twice its price"
     assert not repays(MOVE, 0.6, 2.0, 41, POLICY), "a sixth of a step is too little"
-    assert not repays(MOVE, 0.3, POLICY.longest_s + 1, 1000, POLICY), "nobody waits for so long"
+    assert not repays(MOVE, 0.3, POLICY.longest_s + 1, 1000, POLICY), "nobody waits that long"
 
 
 def test_one_client_alone_moves_at_once_and_of_a_crowd_a_share() -> None:
