@@ -180,7 +180,7 @@ async def _do(action: Action[SessionHop], at_once: int, expected: dict[SessionId
         except PeerTimeout as early:
             if most_s <= action.early_s:
                 raise
-            frame = await _receive_unless_replaceable(action.hop, answer, since_s + most_s, early)
+            frame = await _receive_unless_replaceable(action.hop, answer, since_s, since_s + most_s, early)
         finally:
             now_s = trio.current_time()
             beside = connection.company.go(at_once, mark, since_s, now_s)
@@ -190,14 +190,16 @@ async def _do(action: Action[SessionHop], at_once: int, expected: dict[SessionId
         return Outcome(trio.current_time(), error=error)
 
 
-async def _receive_unless_replaceable(hop: SessionHop, answer: Expected, until_s: float, early: PeerTimeout) -> Frame:
-    """The RESULT of a hop, for which it has had some time. Raises PeerTimeout at `until_s`, or the `early` one if
-    others could take its place.
+async def _receive_unless_replaceable(
+    hop: SessionHop, answer: Expected, since_s: float, until_s: float, early: PeerTimeout
+) -> Frame:
+    """The RESULT of a hop, for which it has had the time since `since_s`. Raises PeerTimeout at `until_s`, or the
+    `early` one if others have computed since then and could take its place.
     """
     frame = None
 
     async def leave_if_replaceable(scope: trio.CancelScope) -> None:
-        if await hop.is_replaceable():
+        if await hop.is_replaceable(since_s):
             scope.cancel()
 
     with single_error():

@@ -314,9 +314,9 @@ class ClientPolicy:
     """A step at a known hop may take this many times what a similar step took before, plus `step_patience_s`. The hop's
     link lives, so it may be busy with others; but a hop that hangs is given up before `step_timeout_s`."""
     replaced_patience_s: float = 8.0
-    """That of a decode, instead of `step_patience_s`, if other peers with the same blocks have just computed something
-    for this client, and the hop nothing. It is more than a server waits for memory before it refuses a step
-    (`ServePolicy.memory_patience_s`), since a refusal says more than silence."""
+    """That of a decode, instead of `step_patience_s`, if other peers with the same blocks have computed something
+    for this client since the step was given, and the hop nothing. It is more than a server waits for memory before it
+    refuses a step (`ServePolicy.memory_patience_s`), since a refusal says more than silence."""
     memory_patience_s: float = 60.0
     """A hop that nobody else could replace, and that has no memory for a step now, is given it again for this long.
     Other steps of the same client may be what fills its memory."""
