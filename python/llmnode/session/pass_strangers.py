@@ -44,14 +44,23 @@ async def held_to_others(
     if patience.is_known(peer):
         yield
         return
-    largest_bytes = 0 if adapter is None else max(map(len, adapter.parts.values()), default=0)
-    parts_s = PARTS_AT_ONCE * largest_bytes / BYTES_PER_S
+    parts_bytes = [] if adapter is None else [len(each) for each in adapter.parts.values()]
+    some_s = PARTS_AT_ONCE * max(parts_bytes, default=0) / BYTES_PER_S
+    taken_before = connection.adapters.taken_bytes
 
     def until_s() -> float | None:
-        """It has its time from the last part of the adapter on that it took."""
-        heard_s, most_s = connection.adapters.heard_s, patience.stranger_s(peer, size, others())
-        since_s = heard_s + parts_s if heard_s > began_s else began_s
-        return None if most_s is None else since_s + most_s
+        """It has its time from the last part of the adapter on that it took. All parts have a limit together.
+
+        Parts of other adapters, which may come first, count.
+        """
+        adapters, able = connection.adapters, others()
+        if (most_s := patience.stranger_s(peer, size, able)) is None:
+            return None
+        if adapters.heard_s <= began_s:
+            return began_s + most_s
+        all_bytes = adapters.taken_bytes - taken_before + sum(parts_bytes)
+        all_until_s = began_s + most_s + patience.stranger_parts_s(peer, all_bytes, able)
+        return min(adapters.heard_s + some_s, all_until_s) + most_s
 
     async def watch() -> None:
         while (end_s := until_s()) is None or trio.current_time() < end_s:

@@ -353,7 +353,8 @@ class SwarmPasses:
                     elif prompts and not batch.alone:
                         connection.knows_prompts = False
                 raise
-            self._patience.note(connection.peer, size, trio.current_time() - began_s)
+            took_s = trio.current_time() - began_s
+            self._patience.note(connection.peer, size, took_s, connection.adapters.took)
             return answer
 
         began_s = trio.current_time()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import trio
 
+from llmnode.core.peers.peer_speed import PeerSpeed
 from llmnode.errors import PeerRefused, PeerTimeout, RemoteProtocolError, single_error
 from llmnode.wire.adapter_messages import AdapterPart, AdapterUse
 from llmnode.wire.frame import FrameType
@@ -49,6 +50,10 @@ class BroughtAdapters:
         self._one_by_one = trio.Lock()
         self.heard_s = -math.inf
         """When the peer has answered last."""
+        self.taken_bytes = 0
+        """Those of all parts that the peer has taken."""
+        self.took = PeerSpeed()
+        """How long the peer took to take all parts that it lacked, by their bytes."""
         self.is_unable = False
         """The peer knows no adapters."""
 
@@ -97,7 +102,10 @@ class BroughtAdapters:
             if others := set(lacking) - wanted:
                 what = f"lacks block {min(others)}, which {span} has no part for"
                 raise RemoteProtocolError(what).blame(self._peer)
+            began_s = trio.current_time()
             await self._send(adapter, lacking, timeout_s)
+            if sent_bytes := sum(len(adapter.parts[block]) for block in set(lacking)):
+                self.took.note(sent_bytes, trio.current_time() - began_s)
             brought |= wanted
             while len(self._brought) > MOST_REMEMBERED:
                 self._brought.popitem(last=False)
@@ -121,6 +129,7 @@ class BroughtAdapters:
             try:
                 await self._ask(FrameType.PART, FrameType.HELD, timeout_s, meta, adapter.parts[block])
                 self.heard_s = trio.current_time()
+                self.taken_bytes += len(adapter.parts[block])
                 return
             except PeerRefused as refusal:
                 if is_last or refusal.code != RefusalCode.BUSY or refusal.retry_after_s is None:

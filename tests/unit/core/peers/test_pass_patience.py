@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from llmnode.core.ids import PeerId
 from llmnode.core.peers.pass_patience import PEERS, PassPatience, PassSize
+from llmnode.core.peers.peer_speed import PeerSpeed
 from llmnode.core.policy import PassPolicy
 
 POLICY = PassPolicy()
@@ -69,6 +70,20 @@ def test_a_stranger_is_held_to_the_one_in_the_middle_of_those_that_could_take_it
     assert patience.stranger_s(STRANGER, LARGE, []) is None, "nobody could take its place"
     assert patience.stranger_s(STRANGER, LARGE, [PeerId("another stranger")]) is None, "nobody is known"
     assert patience.stranger_s(others[0], LARGE, others) is None, "it is known"
+
+
+def test_a_stranger_takes_parts_of_adapters_in_the_time_of_the_one_in_the_middle_or_at_a_least_rate() -> None:
+    patience, others = known(1.0, 1.0, 1.0)
+    least_s = LARGE.size_bytes / POLICY.bytes_per_s
+    assert patience.stranger_parts_s(STRANGER, LARGE.size_bytes, others) == least_s, "they have taken none"
+    for peer, took_s in zip(others, (0.1, 2.0, 1000.0), strict=True):
+        parts = PeerSpeed()
+        parts.note(LARGE.size_bytes // 2, took_s)
+        patience.note(peer, LARGE, 1.0, parts)
+    assert patience.stranger_parts_s(STRANGER, LARGE.size_bytes, others) == 4.0 * POLICY.first_patience_times
+    assert patience.stranger_parts_s(STRANGER, LARGE.size_bytes, []) == least_s
+    patience.note_overdue(STRANGER, 1.0, 100.0)
+    assert patience.stranger_parts_s(STRANGER, LARGE.size_bytes, others) == 8.0 * POLICY.first_patience_times
 
 
 def test_a_stranger_that_is_overdue_rests_and_has_twice_the_time_after_that() -> None:
