@@ -6,6 +6,7 @@ import itertools
 import random
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import psutil
@@ -62,6 +63,8 @@ ATTACK_S = 8.0
 ADDRESSES = 16
 CONTEXT = 4096
 KV_TOKENS = 16_384
+DESCRIBED, WARMED_UP = 24, 4
+"""The identities that describe themselves, and those after which the memory is looked at first."""
 PROMPT, NEW_TOKENS = [3, 1, 4, 1, 5], 10
 ENDS = (BaseLibp2pError, StreamError, MuxedStreamError, PeerError, OSError, trio.TooSlowError)
 """The server may refuse whatever it likes."""
@@ -86,16 +89,16 @@ class Attack:
     async def _repeat(self, attack: Callable[[Any], Awaitable[None]]) -> None:
         while True:
             try:
-                async with self._connected() as network:
+                async with self.connected() as network:
                     await attack(network)
             except* ENDS:
                 await trio.sleep(0.1)
 
     @asynccontextmanager
-    async def _connected(self) -> AsyncIterator[Any]:
+    async def connected(self, describes: Callable[[INetStream], Awaitable[None]] | None = None) -> AsyncIterator[Any]:
         async with open_network([], POLICY) as network:
             network.vouch([self._address])
-            network.host.set_stream_handler(IDENTIFY, describe)
+            network.host.set_stream_handler(IDENTIFY, describes or describe)
             info = parse_peer(self._address)
             swarm = cast("Swarm", network.host.get_network())
             await swarm.dial_addr(info.addrs[0], info.peer_id, (next(self._sources), 0))
@@ -150,9 +153,9 @@ class Attack:
             request.providerPeers.append(Message.Peer(id=network.host.get_id().to_bytes(), addrs=addresses))
             await send(stream.muxed_stream, request)
 
-    async def descriptions(self, network: Any) -> None:
+    async def descriptions(self, network: Any, times: int = 8) -> None:
         """Nobody has asked for them; and each identity describes itself at length when it connects."""
-        for _ in range(8):
+        for _ in range(times):
             with suppress(*ENDS):
                 stream = await self._open(network, ID_PUSH)
                 await stream.write(description(MIB - 100))
@@ -192,7 +195,7 @@ class Attack:
         """Connections and links that do nothing."""
         async with AsyncExitStack() as stack:
             for _ in range(10):
-                await stack.enter_async_context(self._connected())
+                await stack.enter_async_context(self.connected())
                 await self._open(network)
             await trio.sleep_forever()
 
@@ -219,9 +222,17 @@ def step_frame(session: SessionId, step: int, start: int, length: int, payload: 
     return Frame(FrameType.STEP, session, Epoch(0), Step(step), start, length, b"", payload)
 
 
-async def describe(stream: INetStream) -> None:
-    await stream.write(description(60 << 10))
+async def describe(stream: INetStream, size: int = 60 << 10) -> None:
+    await stream.write(description(size))
     await stream.close()
+
+
+async def describe_at_length(asked: trio.Event, stream: INetStream) -> None:
+    """It is the most that libp2p reads."""
+    try:
+        await describe(stream, MIB - 100)
+    finally:
+        asked.set()
 
 
 def description(size: int) -> bytes:
@@ -279,4 +290,31 @@ def test_memory_under_all_attacks_at_once_stays_below_its_figure_and_answers_are
         record_property("growth_mib", growth / MIB)
         print(f"the node grew by {growth / MIB:.0f} MiB of {FIGURE_BYTES / MIB:.0f}")
         assert FIGURE_BYTES / 8 < growth < FIGURE_BYTES
+    server.check_no_traceback()
+
+
+def test_what_identities_say_of_themselves_at_length_is_not_kept(tmp_path: Path) -> None:
+    """Few of them fit into the time of all attacks, and into its figure."""
+    torch.set_num_threads(1)
+    make_model("llama", tied=False, max_position_embeddings=CONTEXT).save_pretrained(tmp_path / "small")
+    folder = open_model(str(tmp_path / "small"))
+    with serve_small(tmp_path / "small", Span(0, BLOCKS), KV_TOKENS, tmp_path / "stderr", FIGURE_BYTES) as server:
+        node = psutil.Process(server.process.pid)
+
+        async def attacked() -> int:
+            attack = Attack(server.address, folder.info)
+            before_bytes = 0
+            for number in range(DESCRIBED):
+                if number == WARMED_UP:
+                    before_bytes = node.memory_info().rss
+                asked = trio.Event()
+                async with attack.connected(partial(describe_at_length, asked)) as network:
+                    with trio.move_on_after(1):
+                        await asked.wait()
+                    await attack.descriptions(network, 1)
+            return int(node.memory_info().rss) - before_bytes
+
+        growth = trio.run(attacked)
+        print(f"the node grew by {growth / MIB:.0f} MiB after {DESCRIBED} descriptions")
+        assert growth < (DESCRIBED - WARMED_UP) * MIB / 2
     server.check_no_traceback()
