@@ -404,6 +404,7 @@ def test_groups_are_what_one_owner_has_at_hand() -> None:
     assert address_groups("127.0.0.2") == ("127.0.0.2", "127.0.0.2")
     assert address_groups("192.168.1.9") == ("192.168.1.9", "192.168.1.9")
     assert address_groups("fe80::1%eth0") == ("fe80::/64", "fe80::/64")
+    assert address_groups("2002:808:808::1") == address_groups("2001:0:1:2::f7f7:f7f7") == address_groups("8.8.8.8")
     assert address_groups("a relay") == ("a relay", "a relay")
 
 

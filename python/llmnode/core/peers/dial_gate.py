@@ -21,12 +21,14 @@ IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 PUBLIC = "public"
 RANGES = [
     ipaddress.ip_network(each)
-    for each in ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "fc00::/7")
+    for each in ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "fc00::/7", "fec0::/10")
 ]
-TRANSLATED = [ipaddress.ip_network(each) for each in ("64:ff9b::/96", "::/96")]
-"""IPv6 addresses that end with an IPv4 address: of NAT64 (RFC 6052), and of an older form."""
-NAT64_INSIDE = ipaddress.ip_network("64:ff9b:1::/48")
-"""Those of NAT64 that mean something in one network alone (RFC 8215)."""
+UNICAST = ipaddress.ip_network("2000::/3")
+"""All addresses of the internet that IANA has assigned for IPv6."""
+NAT64 = ipaddress.ip_network("64:ff9b::/96")
+"""IPv6 addresses that end with an IPv4 address, to which a gateway of the node's own network leads (RFC 6052)."""
+NOWHERE = [ipaddress.ip_network(each) for each in ("192.0.0.0/24", "3fff::/20")]
+"""Addresses of protocols (RFC 6890; some clouds have metadata there) and of documents (RFC 9637), public to Python."""
 
 
 @dataclass(slots=True)
@@ -133,21 +135,22 @@ def scope_of(host: str) -> str | None:
         return "machine"
     if ip.is_link_local:
         return "link"
-    if ip.is_global:
-        return None if _leads_inside(ip) else PUBLIC
+    if _is_public(ip):
+        return PUBLIC
     for each in RANGES:
         if ip in each:
             return str(each)
-    return None if ip.is_reserved else "other"
+    return None if ip.is_reserved or getattr(ip, "sixtofour", None) else "other"
 
 
-def _leads_inside(ip: IpAddress) -> bool:
-    """Whether a gateway in the node's own network may translate it to an IPv4 address there."""
-    if isinstance(ip, ipaddress.IPv4Address):
+def _is_public(ip: IpAddress) -> bool:
+    """Whether hosts of the internet may be there, and no gateway in the node's own network leads inside from it."""
+    if not ip.is_global or any(ip in each for each in NOWHERE):
         return False
-    last = ipaddress.IPv4Address(int(ip) & 0xFFFF_FFFF)
-    inner = ip.sixtofour or (last if any(ip in each for each in TRANSLATED) else None)
-    return ip in NAT64_INSIDE or (inner is not None and not inner.is_global)
+    if isinstance(ip, ipaddress.IPv4Address):
+        return True
+    inner = ipaddress.IPv4Address(int(ip) & 0xFFFF_FFFF) if ip in NAT64 else ip.sixtofour
+    return (ip in UNICAST or ip in NAT64) and (inner is None or inner.is_global)
 
 
 def is_local(host: str) -> bool:
