@@ -28,6 +28,7 @@ from llmnode.node.serve.push_inlet import PushDesk
 from llmnode.node.serve.request_memory import RequestMemory
 from llmnode.node.serve.served_span import ServedSpan, ServeStats
 from llmnode.node.serve.session import ServerSession
+from llmnode.node.serve.work_totals import WorkTotals
 from llmnode.node.serve.work_turns import WorkTurns
 from llmnode.swarm.membership import software
 from llmnode.wire.messages import Description, RefusalCode
@@ -88,12 +89,14 @@ class Server:
     desk: PushDesk = field(init=False)
     conduct: Conduct = field(init=False)
     request_memory: RequestMemory = field(init=False)
+    _totals: WorkTotals = field(init=False)
 
     def __post_init__(self) -> None:
         self.next_hops = NextHops(self.pushes, self._addresses, self.policy)
         self.desk = PushDesk(self.network.budget, self.policy)
         self.conduct = Conduct(self.policy, self._groups_at_work)
         self.request_memory = RequestMemory(self.policy)
+        self._totals = WorkTotals(self.policy.totals_s)
 
     async def drop_idle_adapters(self) -> None:
         """Drop adapters that nothing used for a while, until cancelled."""
@@ -278,9 +281,11 @@ class Server:
             raise PeerRefused(RefusalCode.SPAN_NOT_HELD, f"{span} asked for, {held} held{why}")
         return self.served
 
-    def describe(self) -> Description:
+    def describe(self, *, up_to_now: bool = True) -> Description:
+        """The description has the work done `up_to_now`, or for peers that must not see others work, of seconds ago."""
         worker, span, figures = None if self.served is None else self.served.worker, self.span, self.figures()
         assert span is not None, "a link is accepted once blocks are loaded"
+        busy_us = self.tally.former_busy_us + sum(each.worker.busy_us for each in self._held())
         return Description(
             software=software(),
             model=self.model.name,
@@ -292,12 +297,7 @@ class Server:
             span_end=span.end,
             kv_tokens_free=0 if worker is None else worker.kv_tokens_free,
             sessions=len(self.sessions),
-            steps=self.tally.steps,
-            steps_given_directly=self.tally.given_directly,
-            results_pushed=self.tally.pushed,
-            positions=self.tally.positions,
-            busy_us=self.tally.former_busy_us + sum(each.worker.busy_us for each in self._held()),
-            **asdict(self.network.traffic),
+            **asdict(self._totals.of(self.tally, busy_us, self.network.traffic, up_to_now=up_to_now)),
             extensions=None if figures is None else figures_extension(figures),
         )
 

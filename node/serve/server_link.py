@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from llmnode.core.ids import NO_SESSION
+from llmnode.core.peers.dial_gate import scope_of
 from llmnode.core.priority import PRIORITIES, Priority
 from llmnode.core.serving.client_counters import Client
 from llmnode.core.span import Span
@@ -103,7 +104,8 @@ class ServerLink:
             match frame.type:
                 case FrameType.DESCRIBE:
                     check_empty(frame)
-                    answer = Frame(FrameType.DESCRIPTION, step=frame.step, meta=pack(self._server.describe()))
+                    described = self._server.describe(up_to_now=scope_of(self._link.group) == "machine")
+                    answer = Frame(FrameType.DESCRIPTION, step=frame.step, meta=pack(described))
                     if self._link.version == version_1.VERSION:
                         answer = version_1.without_more(answer)
                     await self._link.send(answer)

@@ -24,7 +24,7 @@ NAME, OTHER = (SessionId(letter * SESSION_ID_BYTES) for letter in (b"n", b"o"))
 ANSWER_S = 5.0
 
 
-def stumble(_self: Any, *_arguments: Any) -> Any:
+def stumble(_self: Any, *_arguments: Any, **_named: Any) -> Any:
     raise KeyError("as told")
 
 

@@ -42,8 +42,11 @@ def extend(monkeypatch: pytest.MonkeyPatch, names: Collection[str], required: Fr
             frame = extended(frame, required=frame.type is required)
         await tell(self, frame)
 
-    def describe_more(self: Server) -> Description:
-        return replace(describe(self), extensions={"altitude": ALTITUDE} if self.network.peer in peers else None)
+    def describe_more(self: Server, *, up_to_now: bool) -> Description:
+        return replace(
+            describe(self, up_to_now=up_to_now),
+            extensions={"altitude": ALTITUDE} if self.network.peer in peers else None,
+        )
 
     monkeypatch.setattr(PeerConnection, "tell", tell_more)
     monkeypatch.setattr(Server, "describe", describe_more)

@@ -11,8 +11,9 @@ def address_groups(address: str) -> tuple[str, str]:
     """The network that one owner is likely to have at hand, and the narrower one within which it is one machine.
 
     For public IPv4 addresses these are the /24 and the address; for IPv6 the /48 and the /56. In private networks, and
-    on one's own machine, addresses are given by hand: each is a group of its own. An address of 6to4 or
-    Teredo is in the group of its IPv4 address: there each has a /48, or an owner chooses the /64. `address` may be another name, as of a relay.
+    on one's own machine, addresses are given by hand: each is a group of its own. An address of 6to4 or Teredo is in
+    the group of its IPv4 address: there an owner has a /48, or chooses the /64. `address` may be another name, as of a
+    relay.
     """
     try:
         ip = ipaddress.ip_address(address.partition("%")[0])

@@ -164,6 +164,8 @@ class ServePolicy:
     requests_per_step: float = 4.0
     """A step that was computed gives its address group this many of them back: a session has some before its first
     step, and others with it."""
+    totals_s: float = 10.0
+    """A peer on another machine learns what this server has done up to a moment that is no older than this."""
     steps_ahead: int = 4
     """Steps a client may send before the one that is due has arrived."""
     passes_per_link: int = 4
