@@ -52,10 +52,13 @@ def note(request: pytest.FixtureRequest) -> Callable[[Crossing], None]:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:  # Any: pytest does not export it
-    crossings = config.stash.get(CROSSINGS, [])
-    if not crossings:
-        return
-    terminalreporter.section("sessions that were exact, and their way")
-    names = [field.name.replace("_", " ") for field in fields(Crossing)]
-    for row in [names, ["---"] * len(names), *map(astuple, crossings)]:
-        terminalreporter.write_line(f"| {' | '.join(row)} |")
+    if crossings := config.stash.get(CROSSINGS, []):
+        terminalreporter.section("sessions that were exact, and their way")
+        names = [field.name.replace("_", " ") for field in fields(Crossing)]
+        for row in [names, ["---"] * len(names), *map(astuple, crossings)]:
+            terminalreporter.write_line(f"| {' | '.join(row)} |")
+    measured = [each for report in terminalreporter.getreports("passed") for each in report.user_properties]
+    if measured:
+        terminalreporter.section("measured")
+        for name, value in measured:
+            terminalreporter.write_line(f"{name}: {value}")

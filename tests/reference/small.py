@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -291,14 +291,16 @@ def open_saved(path: Path) -> ModelFolder:
 def deviation(model: Any, tokens: torch.Tensor) -> float:
     """The largest deviation of a score between one forward over all of (rows, tokens) and smaller batch shapes.
 
-    They are chunks of five positions, and the last positions one by one.
+    They are chunks of five positions, and the last positions one by one, each of all rows and of every row alone.
     """
     whole, length = model(tokens).logits.float(), tokens.shape[1]
+    groups = [slice(None), *(slice(row, row + 1) for row in range(len(tokens)))]
+    shapes = range(0, length, 5), (0, *range(max(1, length - ONE_BY_ONE), length))
     largest = 0.0
-    for starts in (range(0, length, 5), (0, *range(max(1, length - ONE_BY_ONE), length))):
+    for rows, starts in product(groups if len(tokens) > 1 else groups[:1], shapes):
         cache = None
         for start, end in pairwise((*starts, length)):
-            output = model(tokens[:1, start:end], use_cache=True, **{CACHE: cache})
+            output = model(tokens[rows, start:end], use_cache=True, **{CACHE: cache})
             cache = cache_of(output)
-            largest = max(largest, (output.logits[0].float() - whole[0, start:end]).abs().max().item())
+            largest = max(largest, (output.logits.float() - whole[rows, start:end]).abs().max().item())
     return largest

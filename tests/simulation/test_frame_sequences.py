@@ -130,9 +130,6 @@ class PlainLink:
         self.answers[kind] += 1
         await trio.lowlevel.cancel_shielded_checkpoint()
 
-    async def wait_written(self) -> None:
-        await trio.lowlevel.checkpoint()
-
     async def receive(self) -> Frame:
         try:
             frame: Frame = await self._frames.receive()

@@ -9,13 +9,14 @@ import math
 import random
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import trio
 
 from llmnode.core.peers.pass_loads import Kind
 from llmnode.core.policy import ClientPolicy, PassPolicy
+from llmnode.node.serve.adapter_store import AdapterStore
 from llmnode.session import passes
 from llmnode.session.passes import SwarmPasses
 from llmnode.testing import Conditions
@@ -213,3 +214,34 @@ async def test_a_newcomer_has_its_time_from_the_last_part_of_an_adapter_on(monke
         await client.outputs(ALL_BLOCKS, lengths, drawn(1, POSITIONS), adapter)
         assert trio.current_time() - began_s > 25
         assert kind(client, "newcomer") is Kind.MEASURED
+
+
+@pytest.mark.parametrize("others_took", [True, False])
+@simulated
+async def test_a_stranger_that_takes_each_part_of_an_adapter_just_in_time_costs_seconds(
+    others_took: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would have its time anew from each part on."""
+    values, lengths = 12_000, [POSITIONS]
+    adapter = make_adapter(MODEL.digest, {block: (bytes(4 * values), values) for block in range(MODEL.blocks)})
+    bring, one_by_one = AdapterStore.bring, trio.Lock()
+
+    async def trickle(*part: Any) -> None:
+        async with one_by_one:
+            await trio.sleep(0.8 * LARGE.first_patience_s)
+            await bring(*part)
+
+    async with client_and_server(monkeypatch) as (swarm, client):
+        await client.outputs(ALL_BLOCKS, lengths, drawn(1, POSITIONS), adapter)
+        if not others_took:
+            client._patience._parts.clear()
+        (await swarm.start("stranger", ALL_BLOCKS, said_us=1)).worker.gate = trio.Event()
+        await trio.sleep(5)
+        monkeypatch.setattr(AdapterStore, "bring", trickle)
+        began_s = trio.current_time()
+        await client.outputs(ALL_BLOCKS, lengths, drawn(1, POSITIONS), adapter)
+        took_s, size_bytes = trio.current_time() - began_s, sum(map(len, adapter.parts.values()))
+        swarm.nodes["stranger"].worker.open_gate()
+        assert took_s < 2 * FIRST_S + (0 if others_took else size_bytes / LARGE.bytes_per_s) + 1
+        assert kind(client, "stranger") is Kind.UNTRIED
+        assert not bans(client)

@@ -112,6 +112,30 @@ async def test_a_server_that_is_silent_for_a_while_is_kept_if_no_other_one_compu
         assert not session.recoveries
 
 
+@pytest.mark.parametrize("all_hang", [True, False])
+@simulated
+async def test_servers_that_have_proved_themselves_before_are_tried_before_a_silent_one_is_left(all_hang: bool) -> None:
+    """They may hang as it does: what they have computed before the wait says nothing of that."""
+    async with pairs(0) as world, world.client() as client, AsyncExitStack() as stack:
+        sessions = [await stack.enter_async_context(client.router.open_session(64, Codec.RAW)) for _ in "1234"]
+        dialogues = [Dialogue(each, random.Random(number)) for number, each in enumerate(sessions)]
+        for each in dialogues:
+            for positions in (9, *[1] * 20):
+                await each.step(positions)
+        standing, session = client.router.finder.records.standing, sessions[0]
+        assert all(standing.is_proven(each.peer, trio.current_time()) for each in world.nodes.values())
+        first = session.route[0].peer
+        hanging = [each for each in world.nodes.values() if all_hang or each.peer == first]
+        for node in hanging:
+            node.worker.gate = trio.Event()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(dialogues[0].step, 1)
+            await trio.sleep(13)
+            for node in hanging:
+                node.worker.open_gate()
+        assert [each.lost for each in session.recoveries] == ([] if all_hang else [first])
+
+
 @simulated
 async def test_a_server_that_answers_other_sessions_is_busy_and_is_kept_longer() -> None:
     async with pairs(0) as world, AsyncExitStack() as stack:

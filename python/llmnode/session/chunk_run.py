@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import trio
 
+from llmnode.core.shared_deadline import SharedDeadline, Stretch
 from llmnode.errors import PeerError, PeerTimeout, single_error
 from llmnode.session.hop import SessionHop
 from llmnode.wire.chunk_path import Outcome, Receive, Send, chunk_path
@@ -68,27 +69,16 @@ async def run_chunks(
                 await nursery.start(run_and_commit, chunk, origin, before, committed, (earlier, in_turn))
 
 
-class Limit:
+class Limit(SharedDeadline):
     """The time that several hops have together for chunks, and how long the client has waited for each of them."""
 
     def __init__(self, until_s: float = inf) -> None:
-        self.until_s = until_s
-        self._excused_s = -inf
-        self._worked_s = -inf
+        super().__init__(until_s)
         self._waited_s: dict[SessionId, float] = {}
 
     def note(self, hop: SessionHop, since_s: float, now_s: float) -> None:
         """The client has waited for an answer of `hop`."""
         self._waited_s[hop.session] = self._waited_s.get(hop.session, 0.0) + now_s - since_s
-        self._worked_s = now_s
-
-    def excuse(self, since_s: float, now_s: float) -> None:
-        """The hops had nothing to do, as far as the client knows. Chunks may tell of the same time.
-
-        The time in which the client waited for a hop is none of it.
-        """
-        self.until_s += max(0.0, now_s - max(since_s, self._excused_s, self._worked_s))
-        self._excused_s = max(now_s, self._excused_s)
 
     def check(self, hops: Sequence[SessionHop], last: SessionHop) -> None:
         """The time is over, and `last` has not answered. Raises PeerTimeout if another of `hops` took more of it."""
@@ -96,6 +86,54 @@ class Limit:
         if slowest is not last:
             took_s = self._waited_s[slowest.session]
             raise slowest.blame(PeerTimeout(f"took {took_s:.3g} s of the time that all new hops had together"))
+
+
+class _Waits:
+    """The waits on the way of one chunk, one after the other. The `limit` is that of all chunks."""
+
+    def __init__(self, limit: Limit) -> None:
+        self._limit = limit
+        self._hop: SessionHop | None = None
+        """The one that is waited for, if the time is its own."""
+        self._wait: Stretch = -inf, inf
+        self._until_s = inf
+        self._pushed: list[Stretch] = []
+        """The waits in which a push did not come, or the hop was slow."""
+
+    def begin(self, hop: SessionHop | None, since_s: float) -> float:
+        """Returns until when it may last. No `hop` stands for one that has deadlines of its own."""
+        self._hop, self._wait, self._until_s = hop, (since_s, inf), inf
+        if hop is not None:
+            self._limit.begin(since_s)
+            self._until_s = self._limit.until_with_s(self._pushed)
+        return self._until_s
+
+    def end(self, now_s: float) -> None:
+        since_s, _ = self._wait
+        self._wait = since_s, now_s
+        if self._hop is not None:
+            self._limit.end(since_s, now_s)
+
+    def check(self, hops: Sequence[SessionHop]) -> None:
+        """The answer did not come. Raises PeerTimeout if the time was over, and another hop took more of it."""
+        if self._hop is not None:
+            self._limit.note(self._hop, *self._wait)
+            if self._wait[1] >= self._until_s:
+                self._limit.check(hops, self._hop)
+
+    def judge(self, outcome: Outcome, *, was_pushed: bool) -> None:
+        """The chunk goes on. The hop was to have a push if `was_pushed`."""
+        if self._hop is None:
+            self._limit.excuse_idle(*self._wait)
+            return
+        if was_pushed and outcome.error is not None:
+            self._pushed.append(self._wait)
+            return
+        self._limit.note(self._hop, *self._wait)
+        took_s, pushed_s = (sum(end_s - since_s for since_s, end_s in each) for each in ([self._wait], self._pushed))
+        if outcome.answer is not None and took_s < pushed_s:  # it was the push
+            self._limit.excuse(self._pushed)
+            self._pushed.clear()
 
 
 async def run_chunk(
@@ -113,12 +151,12 @@ async def run_chunk(
     A hop computes chunks in their order, so its answer is waited for once it has answered those before. `turn` has the
     events that the chunk before waits for the first hop, and that this one does.
     """
-    path, limit = chunk_path(hops, chunk, origin, policy), limit or Limit()
+    path = chunk_path(hops, chunk, origin, policy)
     at_once = min(chunk.length, policy.standing.short_step)  # beside decodes, a server computes more in parts
     with ExitStack() as stack:
         involved = [origin, *hops] if isinstance(origin, SessionHop) else hops
         expected = {hop.session: stack.enter_context(hop.expect(chunk)) for hop in involved}
-        action, is_first, pushed_s = next(path), True, 0.0
+        action, is_first, waits = next(path), True, None if limit is None else _Waits(limit)
         asked: SessionHop | None = None
         try:
             while True:
@@ -132,12 +170,12 @@ async def run_chunk(
                     asked = action.hop
                     if turn is not None:
                         turn[1].set()
-                since_s, waited_for = trio.current_time(), action.hop
-                was_pushed = isinstance(action, Receive) and action.is_pushed
-                is_limited = waited_for is not origin and not is_first  # the origin has deadlines of its own
-                until_s = limit.until_s + pushed_s if is_limited else inf
+                since_s, was_pushed = trio.current_time(), isinstance(action, Receive) and action.is_pushed
+                hop = None if is_first or action.hop is origin else action.hop  # the origin has deadlines of its own
+                until_s = inf if waits is None else waits.begin(hop, since_s)
                 outcome = await _do(action, at_once, expected, until_s)
-                now_s = trio.current_time()
+                if waits is not None:
+                    waits.end(trio.current_time())
                 if is_first and outcome.error is None:
                     task_status.started()
                 try:
@@ -146,18 +184,11 @@ async def run_chunk(
                     result: ChunkResult = end.value
                     return result
                 except PeerTimeout:
-                    limit.note(waited_for, since_s, now_s)
-                    if now_s >= until_s:
-                        limit.check(hops, waited_for)
+                    if waits is not None:
+                        waits.check(hops)
                     raise
-                if not is_limited:
-                    limit.excuse(since_s, now_s)
-                elif was_pushed and outcome.error is not None:
-                    pushed_s += now_s - since_s  # the push did not come, or the hop was slow
-                else:
-                    limit.note(waited_for, since_s, now_s)
-                    if outcome.answer is not None and now_s - since_s < pushed_s:  # it was the push
-                        limit.until_s, pushed_s = limit.until_s + pushed_s, 0.0
+                if waits is not None:
+                    waits.judge(outcome, was_pushed=was_pushed)
         finally:
             if asked is not None:
                 asked.one_by_one.release()
@@ -180,7 +211,7 @@ async def _do(action: Action[SessionHop], at_once: int, expected: dict[SessionId
         except PeerTimeout as early:
             if most_s <= action.early_s:
                 raise
-            frame = await _receive_unless_replaceable(action.hop, answer, since_s + most_s, early)
+            frame = await _receive_unless_replaceable(action.hop, answer, since_s, since_s + most_s, early)
         finally:
             now_s = trio.current_time()
             beside = connection.company.go(at_once, mark, since_s, now_s)
@@ -190,14 +221,16 @@ async def _do(action: Action[SessionHop], at_once: int, expected: dict[SessionId
         return Outcome(trio.current_time(), error=error)
 
 
-async def _receive_unless_replaceable(hop: SessionHop, answer: Expected, until_s: float, early: PeerTimeout) -> Frame:
-    """The RESULT of a hop, for which it has had some time. Raises PeerTimeout at `until_s`, or the `early` one if
-    others could take its place.
+async def _receive_unless_replaceable(
+    hop: SessionHop, answer: Expected, since_s: float, until_s: float, early: PeerTimeout
+) -> Frame:
+    """The RESULT of a hop, for which it has had the time since `since_s`. Raises PeerTimeout at `until_s`, or the
+    `early` one if others have computed since then and could take its place.
     """
     frame = None
 
     async def leave_if_replaceable(scope: trio.CancelScope) -> None:
-        if await hop.is_replaceable():
+        if await hop.is_replaceable(since_s):
             scope.cancel()
 
     with single_error():

@@ -54,8 +54,8 @@ class SessionHop(HopState):
         if connection is None:
             self.failure = PeerUnreachable("cannot be reached", peer=hop.peer, span=hop.span)
         self.nonce = nonce
-        self.has_replacement: Callable[[], Awaitable[bool]] | None = None
-        """Says whether others that have computed lately could take its place, and tries some if none have."""
+        self.has_replacement: Callable[[float], Awaitable[bool]] | None = None
+        """Says whether others that have computed since a time could take its place, and tries some if none have."""
         self.one_by_one = trio.Lock()
         """Held by the chunk whose output is waited for."""
         self._reached = connection
@@ -184,11 +184,14 @@ class SessionHop(HopState):
         with self.blamed():
             return self.connection.expect(self.session, chunk.epoch, chunk.step)
 
-    async def is_replaceable(self) -> bool:
-        """Whether `has_replacement` says so. A peer that computes for another session of ours is only busy."""
+    async def is_replaceable(self, since_s: float) -> bool:
+        """Whether `has_replacement` says so, where an answer has been waited for since then.
+
+        A peer that computes for another session of ours is only busy.
+        """
         if self.has_replacement is None or trio.current_time() < self.connection.computed_s + QUIET_S:
             return False
-        return await self.has_replacement()
+        return await self.has_replacement(since_s)
 
     async def fetch(self, chunk: Chunk) -> Hidden:
         """The output of `chunk` out of its log. An error is not kept as the hop's failure."""

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from llmnode.core.peers.standing import Standing
     from llmnode.core.policy import ClientPolicy
     from llmnode.session.trials import Trials
+    from llmnode.swarm.peer_connection import PeerConnection
 
 
 class Newcomers:
@@ -35,6 +36,7 @@ class Newcomers:
         self._standing = standing
         self._trials = trials
         self._rng = rng
+        self._tries_again = trio.Lock()
 
     def has_served(self, server: Announcement, now_s: float) -> bool:
         """Whether it has proved itself, or has computed in a trial lately."""
@@ -44,6 +46,22 @@ class Newcomers:
         """Begin to try those that have not proved themselves: others may fail like the last one."""
         now_s = trio.current_time()
         self._trials.begin([each for each in servers if not self._standing.is_proven(each.peer, now_s)])
+
+    async def try_again(
+        self, span: Span, servers: Sequence[Announcement], living: Sequence[PeerConnection], since_s: float
+    ) -> Collection[PeerId]:
+        """Have those that have served before compute a position, until some have since then that cover `span`.
+
+        Those of which a `living` connection has had a result since then need not. Returns those that have computed
+        none.
+        """
+        async with self._tries_again:  # other sessions that wait for the same server need not try the same ones
+            now_s = trio.current_time()
+            served = [each for each in servers if each.offer.span.meets(span) and self.has_served(each, now_s)]
+            fresh = {each.peer for each in living if each.computed_s >= since_s}
+            stale = [each for each in served if each.peer not in fresh]
+            await self._trials.again(span, stale, [each.offer.span for each in served if each.peer in fresh], since_s)
+        return {each.peer for each in stale if not self._trials.has_computed_since(each.peer, since_s)}
 
     async def wait(self, span: Span, servers: Sequence[Announcement], avoid: Collection[PeerId]) -> None:
         """If servers are being tried, until some of `servers` that have served cover `span` without those to avoid."""

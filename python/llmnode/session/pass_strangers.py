@@ -44,19 +44,23 @@ async def held_to_others(
     if patience.is_known(peer):
         yield
         return
-    largest_bytes = 0 if adapter is None else max(map(len, adapter.parts.values()), default=0)
-    parts_s = PARTS_AT_ONCE * largest_bytes / BYTES_PER_S
-
-    def most_s() -> float | None:
-        return patience.stranger_s(peer, size, others())
+    parts_bytes = [] if adapter is None else [len(each) for each in adapter.parts.values()]
+    some_s = PARTS_AT_ONCE * max(parts_bytes, default=0) / BYTES_PER_S
+    taken_before = connection.adapters.taken_bytes
 
     def until_s() -> float | None:
-        """It has its time from the last part of the adapter on that it took, and from when the last part or pass for it
-        began to be sent. There is no limit while one waits for our uplink.
+        """It has its time from the last part of the adapter on that it took. All parts have a limit together.
+
+        Parts of other adapters, which may come first, count.
         """
-        heard_s, first_s = connection.adapters.heard_s, most_s()
-        since_s = max(began_s, connection.lane.begun_s, heard_s + parts_s if heard_s > began_s else began_s)
-        return None if first_s is None or connection.lane.waits else since_s + first_s
+        adapters, able = connection.adapters, others()
+        if (most_s := patience.stranger_s(peer, size, able)) is None:
+            return None
+        if adapters.heard_s <= began_s:
+            return began_s + most_s
+        all_bytes = adapters.taken_bytes - taken_before + sum(parts_bytes)
+        all_until_s = began_s + most_s + patience.stranger_parts_s(peer, all_bytes, able)
+        return min(adapters.heard_s + some_s, all_until_s) + most_s
 
     async def watch() -> None:
         while (end_s := until_s()) is None or trio.current_time() < end_s:
@@ -73,7 +77,7 @@ async def held_to_others(
                     yield
                     nursery.cancel_scope.cancel()
         except PeerTimeout:
-            is_overdue = most_s() is not None
+            is_overdue = until_s() is not None
             if not is_overdue:
                 raise
     if scope.cancelled_caught or is_overdue:

@@ -147,11 +147,13 @@ class PeerFinder:
         """The word that the peer of each hop is held to; None if no others could take its place."""
         return self.records.standing.words(route, self._usable(), self.policy.step_patience_s, trio.current_time())
 
-    def instead_s(self, hop: Hop, length: int, *, beside: Collection[PeerId], at_once: int) -> float | None:
-        """The time of a position at the best others for the blocks of a hop that have computed lately, and have KV for
-        this `length`. None if there are none.
+    def instead_s(
+        self, hop: Hop, length: int, *, beside: Collection[PeerId], at_once: int, since_s: float = -inf
+    ) -> float | None:
+        """The time of a position at the best others for the blocks of a hop that have computed lately, and again since
+        `since_s`, and have KV for this `length`. None if there are none.
         """
-        living = {each.peer for each in self.pool.living()} - {hop.peer}
+        living = {each.peer for each in self.pool.living() if each.computed_s >= since_s} - {hop.peer}
         others, now_s = self.records.good(self._candidates(length)), trio.current_time()
         usable = [each for each in others if each.peer in living and self._newcomers.has_served(each, now_s)]
         costs = self.records.costs(usable, length, beside=beside, at_once=at_once)
@@ -160,14 +162,17 @@ class PeerFinder:
         except NoRoute:
             return None
 
-    async def has_replacement(self, hop: Hop, length: int) -> bool:
-        """Whether others that have computed lately could take the place of a hop for this `length`.
+    async def has_replacement(self, hop: Hop, length: int, since_s: float) -> bool:
+        """Whether others that have computed since then could take the place of a hop for this `length`.
 
-        If there are none, others are tried first.
+        If there are none, others are tried first: those that have proved themselves, and then newcomers.
         """
-        instead_s = partial(self.instead_s, hop, length, beside=(), at_once=0)
+        instead_s = partial(self.instead_s, hop, length, beside=(), at_once=0, since_s=since_s)
         if instead_s() is None:
-            await self.note_slow(hop.span, [hop.peer])
+            others = [each for each in self.records.good(self._candidates(length)) if each.peer != hop.peer]
+            silent = await self._newcomers.try_again(hop.span, others, self.pool.living(), since_s)
+            if instead_s() is None:
+                await self.note_slow(hop.span, {hop.peer, *silent})
         return instead_s() is not None
 
     def _breaks_promise(self, refusal: PeerRefused) -> bool:
@@ -324,11 +329,8 @@ class PeerFinder:
         self._warmed[route] = now_s
         peers = {hop.peer for hop in route}
         others = [each for each in self.records.good(self._candidates()) if each.peer not in peers]
-        addresses, costs, ways = (
-            {each.peer: each.addresses for each in others},
-            self.records.costs(others),
-            self._ways(others),
-        )
+        addresses = {each.peer: each.addresses for each in others}
+        costs, ways = self.records.costs(others), self._ways(others)
         held = fastest(_held(others), costs, ways)
         for hop in route:
             with suppress(NoRoute):
@@ -360,11 +362,8 @@ class PeerFinder:
 
     def _usable(self, positions: int = 0) -> list[Announcement]:
         """Peers whose KV is large enough for `positions` when all of it is free."""
-        profile, route, excluded = (
-            self.model.profile,
-            self.policy.route,
-            self.records.suspicion.excluded(trio.current_time()),
-        )
+        profile, route = self.model.profile, self.policy.route
+        excluded = self.records.suspicion.excluded(trio.current_time())
         is_told = route.allowed is not None or route.blocked
         return [
             each

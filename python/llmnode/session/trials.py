@@ -7,6 +7,7 @@ them one after the other. A server that computes the position and then serves no
 from __future__ import annotations
 
 import logging
+import math
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
@@ -63,10 +64,15 @@ class Trials:
         self._waiting: list[Announcement] = []
         self.is_running = False
         self._changed = trio.Event()
+        self._longest_wait_s = policy.trials.moment_s * policy.trials.most / policy.trials.at_once
 
     def has_computed(self, peer: PeerId, now_s: float) -> bool:
         """Whether the peer has computed a position, not too long ago, and has not failed since."""
         return peer in self._computed and now_s < self._began_s[peer] + self._policy.keeps_s
+
+    def has_computed_since(self, peer: PeerId, since_s: float) -> bool:
+        """The same, in a trial that began since then."""
+        return peer in self._computed and self._began_s[peer] >= since_s
 
     def note_failed(self, peer: PeerId) -> None:
         """It is not preferred any more."""
@@ -80,8 +86,7 @@ class Trials:
         now_s = trio.current_time()
         self._began_s = {peer: at_s for peer, at_s in self._began_s.items() if now_s < at_s + self._policy.keeps_s}
         self._computed = {peer: span for peer, span in self._computed.items() if peer in self._began_s}
-        has_kv = (each for each in announced if each.addresses and each.offer.kv_tokens_free)
-        fresh = [each for each in has_kv if each.peer not in self._began_s]
+        fresh = [each for each in _usable(announced) if each.peer not in self._began_s]
         if fresh and not self.is_running:  # what fails meanwhile begins no others, or hostile servers could go on so
             self._waiting = self._reaching.in_turns(fresh)[: self._policy.most if most is None else most]
             self.is_running = True
@@ -92,9 +97,32 @@ class Trials:
 
         Those to `avoid` do not count. It ends after the moments in which as many as `TrialPolicy.most` are tried.
         """
-        with trio.move_on_after(self._policy.moment_s * self._policy.most / self._policy.at_once):
+        with trio.move_on_after(self._longest_wait_s):
             while self.is_running:
                 computed = (each for peer, each in self._computed.items() if peer not in avoid)
+                if covers([*proven, *computed], span):
+                    return
+                await self._changed.wait()
+
+    async def again(
+        self, span: Span, announced: Sequence[Announcement], proven: Sequence[Span], since_s: float
+    ) -> None:
+        """Try servers though that was done before, and wait until those that have computed since then cover `span`,
+        together with the `proven` ones.
+
+        Those that were tried since then are left out. It tries `TrialPolicy.at_once` others at most, and waits no
+        longer than `wait`.
+        """
+        stale = [each for each in _usable(announced) if self._began_s.get(each.peer, -math.inf) < since_s]
+        chosen = self._reaching.in_turns(stale)[: self._policy.at_once]
+        running = {each.peer for each in chosen}
+        for each in chosen:
+            self._computed.pop(each.peer, None)
+            self._began_s[each.peer] = trio.current_time()
+            self._reaching.start_soon(partial(self._try, each, running))
+        with trio.move_on_after(self._longest_wait_s):
+            while running:
+                computed = [each for peer, each in self._computed.items() if self._began_s[peer] >= since_s]
                 if covers([*proven, *computed], span):
                     return
                 await self._changed.wait()
@@ -161,3 +189,8 @@ class Trials:
         finally:
             with trio.move_on_after(terms.policy.open_timeout_s, shield=True):
                 await hop.close()
+
+
+def _usable(announced: Sequence[Announcement]) -> list[Announcement]:
+    """Those that say where they are, and that they have KV."""
+    return [each for each in announced if each.addresses and each.offer.kv_tokens_free]

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import trio
 
-from llmnode.errors import PeerRefused, RemoteProtocolError, single_error
+from llmnode.core.peers.peer_speed import PeerSpeed
+from llmnode.errors import PeerRefused, PeerTimeout, RemoteProtocolError, single_error
 from llmnode.wire.adapter_messages import AdapterPart, AdapterUse
 from llmnode.wire.frame import FrameType
 from llmnode.wire.messages import RefusalCode, pack
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
     from llmnode.core.ids import PeerId
     from llmnode.core.span import Span
-    from llmnode.swarm.uploads import Lane
     from llmnode.wire.adapter import Adapter
     from llmnode.wire.frame import Buffer, Frame
 
@@ -42,15 +42,18 @@ _BLOCK = struct.Struct("<I")
 class BroughtAdapters:
     """One at a time is brought: several tasks may want the same."""
 
-    def __init__(self, ask: Ask, peer: PeerId, lane: Lane) -> None:
-        """`ask` is the connection's `ask_large`, to `peer`."""
+    def __init__(self, ask: Ask, peer: PeerId) -> None:
+        """`ask` is the connection's `ask_peer`, to `peer`."""
         self._ask = ask
         self._peer = peer
-        self._lane = lane
         self._brought: OrderedDict[bytes, set[int]] = OrderedDict()
         self._one_by_one = trio.Lock()
         self.heard_s = -math.inf
         """When the peer has answered last."""
+        self.taken_bytes = 0
+        """Those of all parts that the peer has taken."""
+        self.took = PeerSpeed()
+        """How long the peer took to take all parts that it lacked, by their bytes."""
         self.is_unable = False
         """The peer knows no adapters."""
 
@@ -79,13 +82,14 @@ class BroughtAdapters:
     async def bring(self, adapter: Adapter, span: Span, timeout_s: float) -> None:
         """Have the server hold the parts of `adapter` in the blocks of `span`.
 
-        All of it is to be there within `timeout_s` and the time that its bytes take at `BYTES_PER_S`, beside the time
-        in which we write. Raises PeerError.
+        All of it is to be there within `timeout_s` and the time that its bytes take at `BYTES_PER_S`. Raises PeerError.
         """
         size_bytes = sum(len(adapter.parts[each.block]) for each in adapter.manifest.within(span))
         most_s = timeout_s + size_bytes / BYTES_PER_S
-        with self._lane.patience(most_s, self._peer, "take the adapter"):
+        with trio.move_on_after(most_s) as patience:
             await self._bring(adapter, span, most_s)
+        if patience.cancelled_caught:
+            raise PeerTimeout(f"did not take the adapter in {most_s:g} s", peer=self._peer)
 
     async def _bring(self, adapter: Adapter, span: Span, timeout_s: float) -> None:
         wanted = {each.block for each in adapter.manifest.within(span)}
@@ -98,7 +102,10 @@ class BroughtAdapters:
             if others := set(lacking) - wanted:
                 what = f"lacks block {min(others)}, which {span} has no part for"
                 raise RemoteProtocolError(what).blame(self._peer)
+            began_s = trio.current_time()
             await self._send(adapter, lacking, timeout_s)
+            if sent_bytes := sum(len(adapter.parts[block]) for block in set(lacking)):
+                self.took.note(sent_bytes, trio.current_time() - began_s)
             brought |= wanted
             while len(self._brought) > MOST_REMEMBERED:
                 self._brought.popitem(last=False)
@@ -122,6 +129,7 @@ class BroughtAdapters:
             try:
                 await self._ask(FrameType.PART, FrameType.HELD, timeout_s, meta, adapter.parts[block])
                 self.heard_s = trio.current_time()
+                self.taken_bytes += len(adapter.parts[block])
                 return
             except PeerRefused as refusal:
                 if is_last or refusal.code != RefusalCode.BUSY or refusal.retry_after_s is None:

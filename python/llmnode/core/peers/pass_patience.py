@@ -44,25 +44,29 @@ class PassPatience:
     def __init__(self, policy: PassPolicy) -> None:
         self._policy = policy
         self._speeds: dict[PeerId, PeerSpeed] = {}
+        self._parts: dict[PeerId, PeerSpeed] = {}
+        """How long those of `_speeds` took to take parts of adapters, by their bytes."""
         self._rests: dict[PeerId, _Rest] = {}
 
-    def note(self, peer: PeerId, size: PassSize, took_s: float) -> None:
-        """The peer has answered a pass of this size, in this time from when we began to send it."""
+    def note(self, peer: PeerId, size: PassSize, took_s: float, parts: PeerSpeed | None = None) -> None:
+        """The peer has answered a pass of this size. `parts` says how long it took to take adapters, by their bytes."""
         self._rests.pop(peer, None)
         speed = self._speeds.pop(peer, None) or PeerSpeed()
         speed.note(size.cost, took_s)
         self._speeds[peer] = speed
+        if parts is not None:
+            self._parts[peer] = parts
         if len(self._speeds) > PEERS:
-            del self._speeds[next(iter(self._speeds))]
+            forgotten = next(iter(self._speeds))
+            del self._speeds[forgotten]
+            self._parts.pop(forgotten, None)
 
     def is_known(self, peer: PeerId) -> bool:
         """Whether it has answered a pass."""
         return peer in self._speeds
 
     def timeout_s(self, peer: PeerId, size: PassSize) -> float:
-        """The time for the answer from when the pass was written, which may take long over a slow uplink: for the size
-        of the pass, and by what the peer took before, if that is less.
-        """
+        """The time for the answer: for the size of the pass, and by what the peer took before, if that is less."""
         policy, speed = self._policy, self._speeds.get(peer)
         for_size_s = policy.base_s + size.cost / policy.cost_per_s + size.size_bytes / policy.bytes_per_s
         most_s = min(policy.longest_s, for_size_s)
@@ -71,7 +75,7 @@ class PassPatience:
 
     def stranger_s(self, peer: PeerId, size: PassSize, others: Iterable[PeerId]) -> float | None:
         """The time for a peer that has answered no pass, if some of `others`, which could take its place, have. Else
-        None. It begins when the pass is sent, so it may be longer than `timeout_s`.
+        None.
 
         It is held to the one in the middle: one slow peer does not buy all strangers its time, and one fast peer does
         not cost them theirs.
@@ -82,9 +86,25 @@ class PassPatience:
         usual_s = [took_s for each in known if (took_s := each.expected_s(size.cost)) is not None]
         if not usual_s:
             return None
-        policy, rest = self._policy, self._rests.get(peer)
+        policy = self._policy
         first_s = policy.first_patience_s + policy.first_patience_times * median_low(usual_s)
-        return first_s * 2.0 ** (rest.times if rest is not None else 0)
+        return min(self.timeout_s(peer, size), first_s * self._times(peer))
+
+    def stranger_parts_s(self, peer: PeerId, size_bytes: int, others: Iterable[PeerId]) -> float:
+        """The time in which such a peer takes parts of an adapter with this number of bytes.
+
+        It is held to the one of `others` in the middle, too. So it is not blamed for a slow upload of the client, which
+        these have as well. If they have taken none, it has the time of the slowest upload that is waited for.
+        """
+        policy, known = self._policy, [speed for other in others if (speed := self._parts.get(other)) is not None]
+        usual_s = [took_s for each in known if (took_s := each.expected_s(size_bytes)) is not None]
+        first_s = policy.first_patience_times * median_low(usual_s) if usual_s else size_bytes / policy.bytes_per_s
+        return first_s * self._times(peer)
+
+    def _times(self, peer: PeerId) -> float:
+        """The factor for its time, after it was too short."""
+        rest = self._rests.get(peer)
+        return 1.0 if rest is None else 2.0**rest.times
 
     def note_overdue(self, peer: PeerId, waited_s: float, now_s: float) -> None:
         """A stranger has not answered in time: it rests. Several passes that were there together count once."""

@@ -236,10 +236,7 @@ class RecoveryPolicy:
 
 @dataclass(frozen=True, slots=True)
 class PassPolicy:
-    """How long a client waits for the answer to a pass, which trains, see `core/peers/pass_patience.py`.
-
-    The time begins when the pass is written: no server is blamed for a slow uplink (`swarm/uploads.py`).
-    """
+    """How long a client waits for the answer to a pass, which trains, see `core/peers/pass_patience.py`."""
 
     base_s: float = 60.0
     """Any pass may take this long: others may train at the same server."""
@@ -249,7 +246,7 @@ class PassPolicy:
     bytes_per_s: float = 64 << 10
     """And a second more for this many bytes on the way there and back."""
     longest_s: float = 900.0
-    """No answer may take longer."""
+    """No pass may take longer."""
     patience_s: float = 15.0
     patience_times: float = 20.0
     """A pass at a known peer may take this many times what one of its size took before, plus `patience_s`. So one that
@@ -317,9 +314,9 @@ class ClientPolicy:
     """A step at a known hop may take this many times what a similar step took before, plus `step_patience_s`. The hop's
     link lives, so it may be busy with others; but a hop that hangs is given up before `step_timeout_s`."""
     replaced_patience_s: float = 8.0
-    """That of a decode, instead of `step_patience_s`, if other peers with the same blocks have just computed something
-    for this client, and the hop nothing. It is more than a server waits for memory before it refuses a step
-    (`ServePolicy.memory_patience_s`), since a refusal says more than silence."""
+    """That of a decode, instead of `step_patience_s`, if other peers with the same blocks have computed something
+    for this client since the step was given, and the hop nothing. It is more than a server waits for memory before it
+    refuses a step (`ServePolicy.memory_patience_s`), since a refusal says more than silence."""
     memory_patience_s: float = 60.0
     """A hop that nobody else could replace, and that has no memory for a step now, is given it again for this long.
     Other steps of the same client may be what fills its memory."""

@@ -4,7 +4,8 @@ KV is shared by address group, and within a group by peer, since identities are 
 equal share gets that, and the others share the rest (max-min fairness). Sessions go from holders above their share,
 for those that stay within theirs. So what was moved cannot move others to come back, unless these are idle. Idle
 sessions go first, and of these the unused ones, since nothing is lost. A session in use goes only if its holder still
-has as much as the one that waits then has, and not soon after it came in.
+has as much as the one that waits then has, and not soon after it came in. If nobody else may go, idle sessions of the
+waiting one's own peer do.
 """
 
 from __future__ import annotations
@@ -112,6 +113,7 @@ class KvShares:
         self.of_group: Counter[str] = Counter()
         """The positions that each group holds."""
         self.of_peer: Counter[tuple[str, PeerId]] = Counter()
+        self._inside_of: defaultdict[tuple[str, PeerId], list[KvLease]] = defaultdict(list)
         wanted: Counter[str] = Counter()
         wanted_within: defaultdict[str, Counter[tuple[str, PeerId]]] = defaultdict(Counter)
         for each in self._leases:
@@ -119,6 +121,8 @@ class KvShares:
             self.of_peer[each.peer] += each.positions
             wanted[each.group] += each.positions + each.needed
             wanted_within[each.group][each.peer] += each.positions + each.needed
+            if each.is_inside:
+                self._inside_of[each.peer].append(each)
         self.share = fair_share(wanted.values(), total)
         """The share of a group."""
         self._within = {
@@ -166,8 +170,32 @@ class KvShares:
         """The leases that go, so that `lease`, which waits, gets `wanted` more than is free.
 
         There are none if that is not possible, or if it is not fair: with it, its peer would have more than its share,
-        or its group would have it from another group. `movable` are those of now, if the caller has them.
+        or its group would have it from another group. But idle ones of its own peer may always go for it. `movable` are
+        those of now, if the caller has them.
         """
+        return self._of_others(lease, wanted, now_s, movable) or self._own_idle(lease, wanted, now_s)
+
+    def _own_idle(self, lease: KvLease, wanted: int, now_s: float) -> Sequence[KvLease]:
+        """The leases of its own peer that go for it, the longest idle first; none if all idle ones are too small.
+
+        None goes for one of a lower priority.
+        """
+        chosen: list[KvLease] = []
+        for each in sorted(self._inside_of[lease.peer], key=lambda each: each.used_s):
+            if wanted <= 0 or now_s < each.used_s + self._policy.idle_s:
+                break
+            if each.claim.priority >= lease.claim.priority:
+                chosen.append(each)
+                wanted -= each.positions
+        return chosen if wanted <= 0 else []
+
+    def _of_others(
+        self,
+        lease: KvLease,
+        wanted: int,
+        now_s: float,
+        movable: Mapping[tuple[str, PeerId], Sequence[KvLease]] | None,
+    ) -> Sequence[KvLease]:
         of_all, of_peer = self.is_entitled(lease)
         if not of_peer:
             return []

@@ -43,6 +43,11 @@ class Hall:
     def retry_after_s(self, positions: int, client: int = 0) -> float:
         return self.queue.retry_after_s(claim(positions, client), self.now_s)
 
+    def use(self) -> None:
+        """Those that have come in are in use from now on."""
+        for number in self.inside:
+            self.queue.use(name(number), self.now_s, ends=False)
+
     def admit(self) -> list[int]:
         admitted = [int.from_bytes(each, "big") for each in self.queue.admit(self.now_s)]
         for number in admitted:
@@ -189,6 +194,7 @@ def test_when_to_come_again_is_when_so_much_has_ended_at_the_pace_till_now(stay_
             hall.now_s = number * stay_s / 4
         begun.append((hall.now_s, hall.ask(25)))
         hall.admit()
+    hall.use()
     assert hall.queue.free == 0
     assert hall.retry_after_s(25) == pytest.approx(stay_s / 4, rel=0.2)
     hall.ask(25)
@@ -196,10 +202,26 @@ def test_when_to_come_again_is_when_so_much_has_ended_at_the_pace_till_now(stay_
     assert hall.retry_after_s(25) == pytest.approx(stay_s / 2, rel=0.2), "after who waits"
 
 
+def test_a_client_is_told_to_come_again_when_a_session_of_its_own_is_idle() -> None:
+    hall = Hall()
+    hall.ask(POSITIONS)
+    hall.admit()
+    hall.use()
+    assert hall.retry_after_s(POSITIONS) == POLICY.least_retry_s, "nothing is known of stays"
+    hall.queue.use(name(0), hall.now_s, ends=True)
+    assert hall.retry_after_s(POSITIONS) == POLICY.idle_s
+    another = hall.ask(POSITIONS)
+    assert not hall.queue.choose_moves(hall.now_s + POLICY.idle_s - 0.1)
+    assert hall.queue.choose_moves(hall.now_s + POLICY.idle_s) == [name(0)]
+    hall.leave(0)
+    assert hall.admit() == [another]
+
+
 def test_before_any_session_has_ended_those_that_are_here_tell_how_long_one_stays() -> None:
     hall = Hall()
     hall.ask(POSITIONS)
     hall.admit()
+    hall.use()
     assert hall.retry_after_s(10) == POLICY.least_retry_s
     hall.now_s = 100.0
     assert hall.retry_after_s(10) == pytest.approx(10.0)
@@ -220,6 +242,7 @@ def test_sessions_that_had_to_leave_do_not_count_as_if_they_had_ended() -> None:
         hall.leave(number)
     hall.ask(POSITIONS)
     hall.admit()
+    hall.use()
     assert hall.retry_after_s(POSITIONS // 2) == pytest.approx((2 * 60 + 30) / 2 / 2)
 
 

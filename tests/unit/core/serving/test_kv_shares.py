@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from math import inf
 from typing import Any
 
@@ -67,8 +68,10 @@ def test_only_holders_above_their_share_give_way_and_only_for_those_that_stay_wi
         "all that is needed, or nobody"
     )
     groups, peers = Counter(shares.of_group), Counter(shares.of_peer)
+    if any(each.peer == waiting.peer for each in moved):
+        assert all(each.peer == waiting.peer and NOW_S - each.used_s >= POLICY.idle_s for each in moved)
+        return
     for each in moved:
-        assert each.peer != waiting.peer
         within = shares.share_within(each.group)
         assert peers[each.peer] > within, "the peer is above its share"
         is_idle = NOW_S - each.used_s >= POLICY.idle_s
@@ -145,6 +148,27 @@ def test_idle_sessions_go_before_busy_ones_and_the_longest_idle_first() -> None:
     busy, idle = lease("A", "x", 10), [lease("A", "x", 10, used_s) for used_s in (500.0, 300.0, 400.0)]
     honest = lease("B", "y", 0, wanted=20)
     assert KvShares([busy, *idle, honest], 40, POLICY).choose_moves(honest, 20, NOW_S) == [idle[1], idle[2]]
+
+
+def test_idle_sessions_of_a_peer_make_way_for_its_own() -> None:
+    """Otherwise a program with several texts would wait for what its idle ones hold, for as long as they are open."""
+    busy, idle = lease("A", "x", 10), [lease("A", "x", 10, used_s) for used_s in (500.0, 300.0, 400.0)]
+    others = [lease("A", "y", 40, IDLE_S), lease("B", "z", 40, IDLE_S)]
+    for wanted, moved in ((10, [idle[1]]), (15, [idle[1], idle[2]]), (30, [idle[1], idle[2], idle[0]]), (31, [])):
+        waiting = lease("A", "x", 0, wanted=wanted)
+        assert KvShares([busy, *idle, *others, waiting], 120, POLICY).choose_moves(waiting, wanted, NOW_S) == moved
+    now_s = 300.0 + POLICY.idle_s - 1
+    waiting = lease("A", "x", 0, wanted=10)
+    assert not KvShares([busy, *idle, *others, waiting], 120, POLICY).choose_moves(waiting, 10, now_s)
+
+
+def test_no_idle_session_makes_way_for_one_of_its_peer_that_has_less_priority() -> None:
+    """A text that somebody reads does not go for a batch."""
+    idle, batch = lease("A", "x", 10, IDLE_S), lease("A", "x", 0, wanted=10)
+    batch.claim = replace(batch.claim, priority=Priority.BATCH)
+    assert not KvShares([idle, batch], 10, POLICY).choose_moves(batch, 10, NOW_S)
+    idle.claim = batch.claim
+    assert KvShares([idle, batch], 10, POLICY).choose_moves(batch, 10, NOW_S) == [idle]
 
 
 def test_sessions_that_have_computed_nothing_go_first() -> None:
