@@ -9,7 +9,9 @@ if TYPE_CHECKING:
     from collections.abc import Hashable
 
 KEYS = 4096
-"""The keys that are remembered. One that was forgotten starts afresh: it was not used for the longest time."""
+"""The keys that are remembered at most. One that was forgotten starts afresh: it was not used for the longest time."""
+FORGOTTEN_AT_ONCE = 2
+"""The oldest keys that each use of one looks at. They are forgotten if they have their whole burst again."""
 
 
 class Rates:
@@ -30,6 +32,11 @@ class Rates:
         self._buckets.move_to_end(key)
         if len(self._buckets) > KEYS:
             self._buckets.popitem(last=False)
+        for _ in range(FORGOTTEN_AT_ONCE):
+            oldest = next(iter(self._buckets))
+            if oldest == key or self._tokens(oldest, now_s) < self._burst:
+                return
+            del self._buckets[oldest]  # as below
 
     def give_back(self, key: Hashable, now_s: float, amount: float = 1.0) -> None:
         """An `amount` that was counted is not to count."""

@@ -53,6 +53,19 @@ def test_a_key_that_has_its_whole_burst_again_is_not_remembered() -> None:
     assert [*rates._buckets] == ["b"]
 
 
+def test_a_flood_of_keys_is_forgotten_while_others_are_used_after_it() -> None:
+    """Their memory is outside the budget, so it is not kept longer than it is needed."""
+    rates, flood = Rates(2, 0.1), 100
+    for number in range(flood):
+        assert rates.take(number, 0.0)
+    assert rates.take("a", 5.0)
+    assert len(rates._buckets) == flood + 1, "none has its whole burst"
+    for _ in range(flood):
+        rates.count("a", 10.0)
+    assert [*rates._buckets] == ["a"]
+    assert rates.take(0, 10.0) and rates.take(0, 10.0) and not rates.take(0, 10.0)
+
+
 def test_a_clock_that_is_set_back_costs_nobody_a_wait() -> None:
     rates = Rates(2, 1)
     assert rates.take("key", 3600.0)
