@@ -64,6 +64,9 @@ class Link(Protocol):
     async def send(self, frame: Frame) -> None:
         """Queue a frame. It returns before the frame is on the wire. Raises PeerUnreachable once the link has ended."""
 
+    async def wait_written(self) -> None:
+        """Until the system has taken what was sent before. Raises PeerUnreachable once the link has ended."""
+
     async def receive(self) -> Frame:
         """The next frame. One task at a time. Raises PeerUnreachable or RemoteProtocolError when the link has ended."""
 

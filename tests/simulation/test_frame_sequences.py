@@ -130,6 +130,9 @@ class PlainLink:
         self.answers[kind] += 1
         await trio.lowlevel.cancel_shielded_checkpoint()
 
+    async def wait_written(self) -> None:
+        await trio.lowlevel.checkpoint()
+
     async def receive(self) -> Frame:
         try:
             frame: Frame = await self._frames.receive()

@@ -127,6 +127,40 @@ async def test_a_frame_takes_its_size_over_the_bandwidth_and_waits_for_those_bef
 
 
 @simulated
+async def test_a_frame_is_written_when_the_line_has_carried_it() -> None:
+    async with pair(Conditions(delay_s=DELAY_S, bytes_per_s=1000)) as both:
+        near, _ = await both.link()
+        began_s = trio.current_time()
+        await near.send(step(0, bytes(1000 - HEADER_BYTES)))
+        await near.wait_written()
+        assert trio.current_time() - began_s == pytest.approx(1)
+        await near.send(step(1, bytes(1000 - HEADER_BYTES)))
+        both.internet.kill(near.own.peer)
+        with pytest.raises(PeerUnreachable):
+            await near.wait_written()
+        assert trio.current_time() - began_s == pytest.approx(1)
+
+
+@simulated
+async def test_links_share_an_uplink_evenly() -> None:
+    """A small frame of another step passes a large one, and one of the same step does not."""
+    async with open_internet(Conditions(delay_s=DELAY_S)) as internet:
+        client, servers = internet.network("client"), [internet.network(name) for name in "ab"]
+        internet.set_uplink(client.peer, 10_000)
+        one, other = [await client.dial(each.addresses[0]) for each in servers]
+        began_s = trio.current_time()
+        for link, size_bytes in ((one, 20_000), (other, 40_000), (one, 20_000)):
+            await link.send(step(0, bytes(size_bytes - HEADER_BYTES)))
+        await one.send(step(0))
+        await one.send(Frame(FrameType.NEWS, step=Step(1)))
+        async with servers[0].accept() as far:
+            times_s = [(await far.receive(), trio.current_time() - began_s - DELAY_S)[1] for _ in range(4)]
+        assert times_s == pytest.approx([0, 4, 8, 8], abs=0.1)
+        await other.wait_written()
+        assert trio.current_time() - began_s == pytest.approx(8, abs=0.1)
+
+
+@simulated
 async def test_a_frame_that_a_link_cannot_carry_in_time_ends_it() -> None:
     async with pair(Conditions(delay_s=DELAY_S, bytes_per_s=1000)) as both:
         near, _ = await both.link()

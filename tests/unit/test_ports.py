@@ -192,6 +192,21 @@ async def test_a_cancelled_call_sends_nothing_and_loses_nothing(twin: str) -> No
 
 
 @on_twins("real", "memory")
+async def test_what_was_sent_is_written_and_a_link_that_has_ended_says_so(twin: str) -> None:
+    async with linked(twin) as (near, far):
+        await near.wait_written()
+        for number, size in enumerate((10, 300_000, 20)):
+            await near.send(step(number, size))
+        await near.wait_written()
+        for _ in range(3):
+            await far.receive()
+        await near.wait_written()
+        await near.end("test")
+        with pytest.raises(PeerUnreachable):
+            await near.wait_written()
+
+
+@on_twins("real", "memory")
 async def test_an_idle_link_lives(twin: str) -> None:
     async with linked(twin) as (near, far):
         await trio.sleep(3 * POLICY.silence_s)

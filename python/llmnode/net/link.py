@@ -103,6 +103,8 @@ class Libp2pLink:
         self._at_once_bytes = min(AT_ONCE_BYTES, policy.piece_bytes)
         self._unwritten = memoryview(b"")  # of what was taken from the outbox
         self._writer = trio.lowlevel.ParkingLot()  # the writing task, when all is written
+        self._has_written = trio.lowlevel.ParkingLot()  # tasks that wait until something is
+        self._written = self._outbox.taken  # the frames that were written to the end
         self._received, self._incoming = trio.open_memory_channel[Frame](policy.queue_frames)
         self._queue_bytes = policy.most_queued_bytes
         self._received_bytes = self._received_frames = 0
@@ -146,6 +148,14 @@ class Libp2pLink:
             raise self._end_reason()
         self._put(frame, size_bytes)
         await self._stream.let_others_run(size_bytes)
+
+    async def wait_written(self) -> None:
+        small, large = self._outbox.added
+        while not (self.has_ended or self._writer or (self._written[0] >= small and self._written[1] >= large)):
+            await self._has_written.park()
+        await trio.lowlevel.checkpoint_if_cancelled()
+        if self.has_ended:
+            raise self._end_reason()
 
     async def receive(self) -> Frame:
         try:
@@ -203,6 +213,7 @@ class Libp2pLink:
         self._stream.settled.set()
         self._received.close()
         self._space.unpark_all()
+        self._has_written.unpark_all()
         log.debug("link to %s ends: %s", self.peer, error.message)
 
     def _end_reason(self) -> PeerError:
@@ -362,11 +373,15 @@ class Libp2pLink:
             if data is None:
                 self._written_bytes = 0
                 self._times_written += 1
+                self._has_written.unpark_all()
                 await self._writer.park()
             elif not await self._write_some(data):
                 return
             else:
                 self._written_bytes += len(data)
+                if self._written != self._outbox.taken:
+                    self._written = self._outbox.taken
+                    self._has_written.unpark_all()
                 self._give_back()
                 if not self._is_full:
                     self._space.unpark_all()

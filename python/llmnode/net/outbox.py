@@ -43,6 +43,10 @@ class Outbox:
         self._gentle_bytes = 0  # of large frames, until pieces are large again
         self._rest: deque[memoryview] = deque()  # of the first of the large ones, encoded
         self.size_bytes = 0
+        self.added = 0, 0
+        """The small and the large frames that were added in all."""
+        self.taken = 0, 0
+        """Those of them that were taken to the end."""
 
     def __len__(self) -> int:
         return len(self._small) + len(self._large)
@@ -52,8 +56,10 @@ class Outbox:
         self.size_bytes += size_bytes
         if size_bytes <= self._policy.piece_bytes and _order(frame) not in self._behind:
             self._small.append(frame)
+            self.added = self.added[0] + 1, self.added[1]
         else:
             self._large.append(frame)
+            self.added = self.added[0], self.added[1] + 1
             self._behind[_order(frame)] += 1
 
     @property
@@ -87,6 +93,7 @@ class Outbox:
         if self._is_small_next:
             frame = self._small.popleft()
             self._is_prepared[0] = False
+            self.taken = self.taken[0] + 1, self.taken[1]
             self.size_bytes -= frame.size_bytes
             return self.encode_small(frame)
         if not self._large:
@@ -100,6 +107,7 @@ class Outbox:
         if not self._rest:
             self._forget(self._large.popleft())
             self._is_prepared[1] = False
+            self.taken = self.taken[0], self.taken[1] + 1
         return encode(Frame(FrameType.PIECE, payload=piece), self._policy)
 
     def encode_small(self, frame: Frame) -> bytes:

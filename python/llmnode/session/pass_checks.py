@@ -168,17 +168,19 @@ class PassChecks:
         for _ in range(_MOST_ASKED):
             began_s = trio.current_time()
             peer: PeerId | None = None
+            uploading_s: Callable[[], float] = float
             with trio.move_on_at(min(began_s + patience.each_s, patience.until_s)):
                 try:
                     hop, connection = await self._finder.find_twin(span, asked, groups)
                     asked.add(peer := hop.peer)
+                    uploading_s = connection.lane.stopwatch()
                     return _Opinion(peer, connection.source.group, await ask(connection))
                 except NoRoute:
                     return None
                 except PeerError as error:
                     if (peer := error.peer) is not None:
                         asked.add(peer)
-            if peer is not None and trio.current_time() - began_s >= patience.each_s / 2:
+            if peer is not None and trio.current_time() - began_s - uploading_s() >= patience.each_s / 2:
                 self._note_silent(peer)
             if trio.current_time() >= patience.until_s:
                 return None

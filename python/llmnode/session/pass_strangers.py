@@ -46,21 +46,24 @@ async def held_to_others(
         return
     parts_bytes = [] if adapter is None else [len(each) for each in adapter.parts.values()]
     some_s = PARTS_AT_ONCE * max(parts_bytes, default=0) / BYTES_PER_S
-    taken_before = connection.adapters.taken_bytes
+    taken_before, ours_s = connection.adapters.taken_bytes, connection.lane.stopwatch()
 
     def until_s() -> float | None:
-        """It has its time from the last part of the adapter on that it took. All parts have a limit together.
+        """It has its time from when the last part or pass for it began to be sent, or from the last part of the adapter
+        on that it took. All parts have a limit together, beside our own time. There is no limit while one waits for our
+        uplink.
 
         Parts of other adapters, which may come first, count.
         """
         adapters, able = connection.adapters, others()
-        if (most_s := patience.stranger_s(peer, size, able)) is None:
+        if (most_s := patience.stranger_s(peer, size, able)) is None or connection.lane.waits:
             return None
-        if adapters.heard_s <= began_s:
-            return began_s + most_s
-        all_bytes = adapters.taken_bytes - taken_before + sum(parts_bytes)
-        all_until_s = began_s + most_s + patience.stranger_parts_s(peer, all_bytes, able)
-        return min(adapters.heard_s + some_s, all_until_s) + most_s
+        since_s = connection.lane.begun_s
+        if adapters.heard_s > began_s:
+            all_bytes = adapters.taken_bytes - taken_before + sum(parts_bytes)
+            all_until_s = began_s + ours_s() + most_s + patience.stranger_parts_s(peer, all_bytes, able)
+            since_s = min(max(since_s, adapters.heard_s + some_s), all_until_s)
+        return max(began_s, since_s) + most_s
 
     async def watch() -> None:
         while (end_s := until_s()) is None or trio.current_time() < end_s:
@@ -77,7 +80,7 @@ async def held_to_others(
                     yield
                     nursery.cancel_scope.cancel()
         except PeerTimeout:
-            is_overdue = until_s() is not None
+            is_overdue = patience.stranger_s(peer, size, others()) is not None
             if not is_overdue:
                 raise
     if scope.cancelled_caught or is_overdue:

@@ -340,12 +340,19 @@ class SwarmPasses:
             )
         )
         payload = b"".join([*halves, prompts.values])
+        began_s = trio.current_time()
+
+        def begin() -> None:
+            """The question is sent: until then it waited for others, and the peer had nothing to do for it."""
+            nonlocal began_s
+            began_s = trio.current_time()
 
         async def ask() -> Frame:
             expected = FrameType.EVALUATED if is_forward else FrameType.GRADIENT
-            began_s = trio.current_time()
             try:
-                answer = await connection.ask_pass(question, expected, timeout_s, meta, payload, form.value_bytes)
+                answer = await connection.ask_pass(
+                    question, expected, timeout_s, meta, payload, form.value_bytes, begin
+                )
             except PeerRefused as refusal:
                 if refusal.code == RefusalCode.UNKNOWN_EXTENSION:
                     if DROPOUT in needed:  # the newest of them
@@ -357,7 +364,6 @@ class SwarmPasses:
             self._patience.note(connection.peer, size, took_s, connection.adapters.took)
             return answer
 
-        began_s = trio.current_time()
         using = ask() if adapter is None else connection.adapters.using(adapter, blocks, timeout_s, ask)
         async with held_to_others(self._patience, connection, size, others, adapter):
             answer = await using

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 import trio
 
 from llmnode.core.peers.peer_speed import PeerSpeed
-from llmnode.errors import PeerRefused, PeerTimeout, RemoteProtocolError, single_error
+from llmnode.errors import PeerRefused, RemoteProtocolError, single_error
 from llmnode.wire.adapter_messages import AdapterPart, AdapterUse
 from llmnode.wire.frame import FrameType
 from llmnode.wire.messages import RefusalCode, pack
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from llmnode.core.ids import PeerId
     from llmnode.core.span import Span
+    from llmnode.swarm.uploads import Lane
     from llmnode.wire.adapter import Adapter
     from llmnode.wire.frame import Buffer, Frame
 
@@ -42,10 +43,11 @@ _BLOCK = struct.Struct("<I")
 class BroughtAdapters:
     """One at a time is brought: several tasks may want the same."""
 
-    def __init__(self, ask: Ask, peer: PeerId) -> None:
-        """`ask` is the connection's `ask_peer`, to `peer`."""
+    def __init__(self, ask: Ask, peer: PeerId, lane: Lane) -> None:
+        """`ask` is the connection's `ask_large`, to `peer`."""
         self._ask = ask
         self._peer = peer
+        self._lane = lane
         self._brought: OrderedDict[bytes, set[int]] = OrderedDict()
         self._one_by_one = trio.Lock()
         self.heard_s = -math.inf
@@ -82,14 +84,13 @@ class BroughtAdapters:
     async def bring(self, adapter: Adapter, span: Span, timeout_s: float) -> None:
         """Have the server hold the parts of `adapter` in the blocks of `span`.
 
-        All of it is to be there within `timeout_s` and the time that its bytes take at `BYTES_PER_S`. Raises PeerError.
+        All of it is to be there within `timeout_s` and the time that its bytes take at `BYTES_PER_S`, beside the time
+        in which we write. Raises PeerError.
         """
         size_bytes = sum(len(adapter.parts[each.block]) for each in adapter.manifest.within(span))
         most_s = timeout_s + size_bytes / BYTES_PER_S
-        with trio.move_on_after(most_s) as patience:
+        with self._lane.patience(most_s, self._peer, "take the adapter"):
             await self._bring(adapter, span, most_s)
-        if patience.cancelled_caught:
-            raise PeerTimeout(f"did not take the adapter in {most_s:g} s", peer=self._peer)
 
     async def _bring(self, adapter: Adapter, span: Span, timeout_s: float) -> None:
         wanted = {each.block for each in adapter.manifest.within(span)}

@@ -22,6 +22,7 @@ from llmnode.errors import (
     RemoteProtocolError,
 )
 from llmnode.swarm.brought_adapters import BroughtAdapters
+from llmnode.swarm.uploads import Lane, Uploads
 from llmnode.wire import version_1
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.messages import Description, Refusal, RefusalCode, unpack
@@ -43,8 +44,9 @@ FAREWELL_S = 1.0
 class PeerConnection:
     """One link, shared by all sessions that use its peer. Made by `open_connection`."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Link, uploads: Uploads) -> None:
         self._link = link
+        self.lane = Lane(uploads)
         self._waiting: dict[Question, Expected] = {}
         self._ended: PeerError | None = None
         self._has_ended = trio.Event()
@@ -56,7 +58,7 @@ class PeerConnection:
         """The positions of these sessions that the peer has now, by their steps."""
         self.computed_s = -math.inf
         """When the peer has given the latest result of a step."""
-        self.adapters = BroughtAdapters(self.ask_peer, link.peer)
+        self.adapters = BroughtAdapters(self.ask_large, link.peer, self.lane)
         self.introduced: dict[PeerId, float] = {}
         """When the peer was told about its next hops."""
         self.knows_prompts = True
@@ -171,15 +173,43 @@ class PeerConnection:
         meta: bytes,
         payload: Buffer,
         value_bytes: int,
+        begin: Callable[[], None] = lambda: None,
     ) -> Frame:
-        """Ask for a pass, as `ask_peer` does. The peer is told if nobody waits for the answer any more."""
-        frame = self._question(question, meta, payload, value_bytes)
+        """Ask for a pass, as `ask_large` does. The peer is told if nobody waits for the answer any more.
+
+        `begin` is called when the question has its place in the uplink.
+        """
+        frame, has_begun = self._question(question, meta, payload, value_bytes), False
+
+        def note_begun() -> None:
+            nonlocal has_begun
+            has_begun = True
+            begin()
+
         try:
-            return await self.ask(frame, answer_type, timeout_s)
+            return await self._ask_large(frame, answer_type, timeout_s, note_begun)
         except (PeerTimeout, trio.Cancelled):
+            if not has_begun:
+                raise
             with trio.move_on_after(FAREWELL_S, shield=True), contextlib.suppress(PeerError):
                 await self.tell(Frame(FrameType.CLOSE, NO_SESSION, step=frame.step))
             raise
+
+    async def ask_large(
+        self, question: FrameType, answer_type: FrameType, timeout_s: float, meta: bytes = b"", payload: Buffer = b""
+    ) -> Frame:
+        """Like `ask_peer`, in its turn over our uplink. The time for the answer begins when the question is written."""
+        return await self._ask_large(self._question(question, meta, payload, 0), answer_type, timeout_s)
+
+    async def _ask_large(
+        self, frame: Frame, answer_type: FrameType, timeout_s: float, begin: Callable[[], None] = lambda: None
+    ) -> Frame:
+        with self.expect(frame.session, frame.epoch, frame.step) as answer:
+            async with self.lane.turn(frame.size_bytes):
+                begin()
+                await self.tell(frame)
+                await self._link.wait_written()
+            return await answer.receive(answer_type, timeout_s)
 
     def _question(self, kind: FrameType, meta: bytes, payload: Buffer, value_bytes: int) -> Frame:
         """With a step of its own, which names it."""
@@ -331,9 +361,9 @@ class Expected:
 
 
 @contextlib.asynccontextmanager
-async def open_connection(link: Link) -> AsyncIterator[PeerConnection]:
-    """A running connection over `link`. The link ends with the context."""
-    connection = PeerConnection(link)
+async def open_connection(link: Link, uploads: Uploads | None = None) -> AsyncIterator[PeerConnection]:
+    """A running connection over `link`, which shares the uplink with others. The link ends with the context."""
+    connection = PeerConnection(link, uploads or Uploads())
     async with trio.open_nursery() as nursery:
         nursery.start_soon(connection.run)
         try:

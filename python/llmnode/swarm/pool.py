@@ -19,6 +19,7 @@ from llmnode.core.ids import PeerId
 from llmnode.core.policy import PoolPolicy
 from llmnode.errors import ConfigError, PeerError, PeerUnreachable, SessionClosed, single_error
 from llmnode.swarm.peer_connection import open_connection
+from llmnode.swarm.uploads import Uploads
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -59,6 +60,7 @@ class ConnectionPool:
         self.network = network
         self._nursery = nursery
         self._policy = policy
+        self._uploads = Uploads()
         self._opened: dict[PeerId, PeerConnection] = {}
         self._dialling: dict[PeerId, _Dial] = {}
         self._passing: set[PeerConnection] = set()
@@ -173,7 +175,7 @@ class ConnectionPool:
 
     async def _hold(self, address: str, task_status: trio.TaskStatus[PeerConnection]) -> None:
         link = await self.network.dial(address, is_heard=True)
-        async with open_connection(link) as connection:
+        async with open_connection(link, self._uploads) as connection:
             task_status.started(connection)
             if connection.relayed:
                 async with trio.open_nursery() as nursery:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 import trio
@@ -85,6 +86,9 @@ class MemoryLink:
         self._unsent: list[Frame | None] = []  # while frozen; None ends the stream
         self._under_way: deque[tuple[float, Frame | None, int]] = deque()
         """With the time at which the sending of each began, and the memory that was taken for it."""
+        self._unwritten: deque[Frame] = deque()
+        """The frames that wait for an uplink that links share."""
+        self._has_written = trio.lowlevel.ParkingLot()
         self._due = 0  # of those under way
         self._busy_until_s = 0.0
         self._last_due_s = 0.0
@@ -120,6 +124,18 @@ class MemoryLink:
         self._hold(-size_bytes)  # it was not sent
         await trio.lowlevel.cancel_shielded_checkpoint()
 
+    async def wait_written(self) -> None:
+        await trio.lowlevel.checkpoint_if_cancelled()
+        last, until_s = (self._unwritten[-1] if self._unwritten else None), self._busy_until_s
+        self._medium.call_at(until_s, self._note_written)
+        while self._error is None and (self._unsent or last in self._unwritten or trio.current_time() < until_s):
+            await self._has_written.park()
+        if self._error is not None:
+            raise self._reason()
+
+    def _note_written(self) -> None:
+        self._has_written.unpark_all()
+
     async def receive(self) -> Frame:
         try:
             frame = await self._incoming.receive()
@@ -146,8 +162,12 @@ class MemoryLink:
             self.connection.close()
             self._delivered.close()
             self._space.set()
+            self._has_written.unpark_all()
             if not self.own.frozen:
                 self.own.links.remove(self)
+            if (uplink := self._medium.uplinks.get(self.own.peer)) is not None:
+                uplink.drop(self)
+                self._unwritten.clear()
             last_s = trio.current_time() + self._medium.policy.farewell_s
             self._under_way = deque(
                 (began, frame if began <= last_s else None, 0) for began, frame, _ in self._under_way
@@ -188,6 +208,21 @@ class MemoryLink:
             self._hold(-held_bytes)
             self._unsent.append(frame)
             return
+        medium = self._medium
+        uplink = medium.uplinks.get(self.own.peer)
+        if frame is not None and uplink is not None and not uplink.passes(self, frame):
+            self._unwritten.append(frame)
+            uplink.add(self, frame, partial(self._leave, frame, held_bytes))
+            return
+        self._set_off(frame, held_bytes)
+
+    def _leave(self, frame: Frame, held_bytes: int) -> None:
+        """It has been sent, over an uplink that links share."""
+        self._unwritten.popleft()
+        self._has_written.unpark_all()
+        self._set_off(frame, held_bytes)
+
+    def _set_off(self, frame: Frame | None, held_bytes: int) -> None:
         medium = self._medium
         conditions = medium.between(self.own.peer, self.peer)
         now_s = trio.current_time()
@@ -233,6 +268,7 @@ class MemoryLink:
         unsent, self._unsent = self._unsent, []
         for frame in unsent:
             self._send(frame)
+        self._has_written.unpark_all()
         return None
 
     # On the near side

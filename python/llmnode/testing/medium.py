@@ -15,6 +15,7 @@ import trio
 
 from llmnode.core.ids import NO_SESSION
 from llmnode.testing.clock import Alarm
+from llmnode.testing.uplink import Uplink
 from llmnode.wire.frame import LINK_VERSIONS
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ class Medium:
         self.rng = rng
         self.trace: Callable[[str], None] | None = None
         self.special: dict[tuple[PeerId, PeerId], Conditions] = {}
+        self.uplinks: dict[PeerId, Uplink] = {}
+        """Peers whose links share an uplink. The others have one for each link."""
         self.cuts: set[tuple[PeerId, PeerId]] = set()
         """Sender and receiver: nothing that the one sends arrives at the other."""
         self.relayed: set[frozenset[PeerId]] = set()
@@ -56,6 +59,10 @@ class Medium:
 
     def between(self, sender: PeerId, receiver: PeerId) -> Conditions:
         return self.special.get((sender, receiver), self.conditions) if self.special else self.conditions
+
+    def set_uplink(self, peer: PeerId, bytes_per_s: float) -> None:
+        """All links of the peer send this much together, from the next frame on."""
+        self.uplinks[peer] = Uplink(bytes_per_s, self.call_at)
 
     def version_between(self, one: PeerId, other: PeerId) -> int:
         return LINK_VERSIONS[-1] if {one, other} & self.old else LINK_VERSIONS[0]

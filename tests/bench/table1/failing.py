@@ -206,6 +206,9 @@ class _FailingLink:
         await self._network.note(self.peer, frame)
         await self._link.send(frame)
 
+    async def wait_written(self) -> None:
+        await self._link.wait_written()
+
     async def receive(self) -> Frame:
         frame = await self._link.receive()
         await self._network.note(self.peer, frame)

@@ -10,7 +10,7 @@ import trio.testing
 
 from llmnode.core.ids import SESSION_ID_BYTES, SessionId, Step
 from llmnode.core.policy import LinkPolicy
-from llmnode.errors import LocalProtocolError
+from llmnode.errors import LocalProtocolError, PeerUnreachable
 from llmnode.net.host import open_network
 from llmnode.net.link import AT_ONCE_BYTES
 from llmnode.wire.frame import Frame, FrameType
@@ -121,3 +121,41 @@ async def test_a_node_ends_soon_whatever_the_other_side(takes: Callable[[object]
             began_s = trio.current_time()
             await stack.aclose()
             assert trio.current_time() - began_s < policy.farewell_s + 0.5
+
+
+@in_trio
+async def test_a_frame_counts_as_written_when_the_stream_has_taken_its_last_piece() -> None:
+    """Frames that are added later do not count, and the end of the link ends the wait."""
+    policy = LinkPolicy()
+    async with open_network([LISTEN], policy) as far, open_network([], policy) as near:
+        link = await near.dial(far.addresses[0])
+        async with far.accept():
+            await trio.testing.wait_all_tasks_blocked(0.01)
+            taken: list[int] = []
+            may_take = trio.Semaphore(0)
+
+            async def take(data: Any) -> None:
+                await may_take.acquire()
+                taken.append(len(data))
+
+            link._stream.write = take  # type: ignore[method-assign, assignment]
+            size_bytes = 3 * policy.piece_bytes
+            done: list[int] = []
+
+            async def send_and_wait() -> None:
+                await link.send(*frames(size_bytes))
+                await link.wait_written()
+                done.append(sum(taken))
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(send_and_wait)
+                await trio.testing.wait_all_tasks_blocked(0.01)
+                nursery.start_soon(send_and_wait)
+                while len(done) < 1:
+                    may_take.release()
+                    await trio.testing.wait_all_tasks_blocked(0.01)
+                assert size_bytes < done[0] < size_bytes + 1000
+                await link.end("test")
+                with pytest.raises(PeerUnreachable):
+                    await link.wait_written()
+                nursery.cancel_scope.cancel()

@@ -12,6 +12,7 @@ from llmnode.core.ids import PeerId
 from llmnode.core.span import Span
 from llmnode.errors import PeerTimeout
 from llmnode.swarm.brought_adapters import BYTES_PER_S, BroughtAdapters
+from llmnode.swarm.uploads import Lane, Uploads
 from llmnode.wire.adapter import make_adapter
 from llmnode.wire.frame import Frame, FrameType
 
@@ -39,7 +40,7 @@ async def time_to_bring(part_s: float) -> float:
         pass
 
     since_s = trio.current_time()
-    await BroughtAdapters(ask, PEER).using(ADAPTER, Span(0, BLOCKS), TIMEOUT_S, nothing)
+    await BroughtAdapters(ask, PEER, Lane(Uploads())).using(ADAPTER, Span(0, BLOCKS), TIMEOUT_S, nothing)
     return trio.current_time() - since_s
 
 

@@ -11,6 +11,7 @@ import trio
 from llmnode.core.ids import Epoch, SessionId, Step
 from llmnode.errors import PeerRefused, RemoteProtocolError
 from llmnode.swarm.peer_connection import PeerConnection, open_connection
+from llmnode.swarm.uploads import Uploads
 from llmnode.testing import open_internet, simulated
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.messages import Refusal, pack, unpack
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 @in_trio
 async def test_an_answer_that_came_after_the_question_was_given_up_is_not_read() -> None:
-    connection = PeerConnection(cast("Any", SimpleNamespace(peer="12D3KooW")))
+    connection = PeerConnection(cast("Any", SimpleNamespace(peer="12D3KooW")), Uploads())
     with connection.expect(SessionId(bytes(16)), Epoch(0), Step(0)) as answer:
         answer.arrive(Frame(FrameType.REFUSAL))
         with trio.CancelScope() as given_up:

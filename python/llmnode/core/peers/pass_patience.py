@@ -49,7 +49,9 @@ class PassPatience:
         self._rests: dict[PeerId, _Rest] = {}
 
     def note(self, peer: PeerId, size: PassSize, took_s: float, parts: PeerSpeed | None = None) -> None:
-        """The peer has answered a pass of this size. `parts` says how long it took to take adapters, by their bytes."""
+        """The peer has answered a pass of this size, in this time from when we began to send it. `parts` says how long
+        it took to take adapters, by their bytes.
+        """
         self._rests.pop(peer, None)
         speed = self._speeds.pop(peer, None) or PeerSpeed()
         speed.note(size.cost, took_s)
@@ -66,7 +68,9 @@ class PassPatience:
         return peer in self._speeds
 
     def timeout_s(self, peer: PeerId, size: PassSize) -> float:
-        """The time for the answer: for the size of the pass, and by what the peer took before, if that is less."""
+        """The time for the answer from when the pass was written, which may take long over a slow uplink: for the size
+        of the pass, and by what the peer took before, if that is less.
+        """
         policy, speed = self._policy, self._speeds.get(peer)
         for_size_s = policy.base_s + size.cost / policy.cost_per_s + size.size_bytes / policy.bytes_per_s
         most_s = min(policy.longest_s, for_size_s)
@@ -75,7 +79,7 @@ class PassPatience:
 
     def stranger_s(self, peer: PeerId, size: PassSize, others: Iterable[PeerId]) -> float | None:
         """The time for a peer that has answered no pass, if some of `others`, which could take its place, have. Else
-        None.
+        None. It begins when the pass is sent, so it may be longer than `timeout_s`.
 
         It is held to the one in the middle: one slow peer does not buy all strangers its time, and one fast peer does
         not cost them theirs.
@@ -88,7 +92,7 @@ class PassPatience:
             return None
         policy = self._policy
         first_s = policy.first_patience_s + policy.first_patience_times * median_low(usual_s)
-        return min(self.timeout_s(peer, size), first_s * self._times(peer))
+        return first_s * self._times(peer)
 
     def stranger_parts_s(self, peer: PeerId, size_bytes: int, others: Iterable[PeerId]) -> float:
         """The time in which such a peer takes parts of an adapter with this number of bytes.

@@ -236,7 +236,10 @@ class RecoveryPolicy:
 
 @dataclass(frozen=True, slots=True)
 class PassPolicy:
-    """How long a client waits for the answer to a pass, which trains, see `core/peers/pass_patience.py`."""
+    """How long a client waits for the answer to a pass, which trains, see `core/peers/pass_patience.py`.
+
+    The time begins when the pass is written: no server is blamed for a slow uplink (`swarm/uploads.py`).
+    """
 
     base_s: float = 60.0
     """Any pass may take this long: others may train at the same server."""
@@ -246,7 +249,7 @@ class PassPolicy:
     bytes_per_s: float = 64 << 10
     """And a second more for this many bytes on the way there and back."""
     longest_s: float = 900.0
-    """No pass may take longer."""
+    """No answer may take longer."""
     patience_s: float = 15.0
     patience_times: float = 20.0
     """A pass at a known peer may take this many times what one of its size took before, plus `patience_s`. So one that

@@ -104,7 +104,7 @@ def test_a_stranger_that_is_overdue_rests_and_has_twice_the_time_after_that() ->
 
 
 @given(st.lists(st.tuples(sizes, st.floats(0, 1e3)), min_size=1, max_size=5), sizes, st.integers(0, 12))
-def test_a_stranger_never_has_more_time_than_its_pass_and_no_less_than_the_policy_says(
+def test_a_stranger_has_no_less_time_than_the_policy_says_and_twice_that_when_it_was_overdue(
     answered: list[tuple[PassSize, float]], size: PassSize, cuts: int
 ) -> None:
     patience, others = PassPatience(POLICY), [PeerId(str(number)) for number in range(len(answered))]
@@ -112,10 +112,9 @@ def test_a_stranger_never_has_more_time_than_its_pass_and_no_less_than_the_polic
         patience.note(peer, each, took_s)
     before_s, now_s = 0.0, 0.0
     for _ in range(cuts + 1):
-        most_s, full_s = patience.stranger_s(STRANGER, size, others), patience.timeout_s(STRANGER, size)
+        most_s = patience.stranger_s(STRANGER, size, others)
         assert most_s is not None
-        assert max(before_s, POLICY.first_patience_s) <= most_s <= full_s
-        assert most_s == full_s or most_s >= 2 * before_s, "a slow one has enough in the end"
+        assert most_s >= max(2 * before_s, POLICY.first_patience_s), "a slow one has enough in the end"
         before_s, now_s = most_s, now_s + most_s
         patience.note_overdue(STRANGER, most_s, now_s)
         now_s += POLICY.rest_times * most_s

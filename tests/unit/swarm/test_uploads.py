@@ -1,0 +1,110 @@
+"""Uploads of one client: each peer's go one after another, and a few peers' beside each other."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+import trio.testing
+
+from llmnode.core.ids import PeerId
+from llmnode.core.links.uplink import AT_FIRST, LEAST, SHARE_BYTES_PER_S
+from llmnode.errors import PeerTimeout
+from llmnode.swarm.uploads import Lane, Uploads
+from llmnode.testing import simulated
+
+PEER = PeerId("peer")
+SIZE_BYTES = 4 << 20
+
+
+class Line:
+    """An uplink with a rate, and links that take less."""
+
+    def __init__(self, bytes_per_s: float, link_bytes_per_s: float, peers: int) -> None:
+        self._bytes_per_s, self._link_bytes_per_s = bytes_per_s, link_bytes_per_s
+        self._lanes = [Lane(uploads := Uploads()), *(Lane(uploads) for _ in range(peers - 1))]
+        self.under_way: set[int] = set()
+        self.most = 0
+
+    async def upload(self, number: int, size_bytes: int = SIZE_BYTES) -> None:
+        async with self._lanes[number].turn(size_bytes):
+            assert number not in self.under_way, "each peer's go one after another"
+            self.under_way.add(number)
+            self.most = max(self.most, len(self.under_way))
+            left_bytes: float = size_bytes
+            while left_bytes > 0:
+                left_bytes -= 0.1 * min(self._link_bytes_per_s, self._bytes_per_s / len(self.under_way))
+                await trio.sleep(0.1)
+            self.under_way.remove(number)
+
+    async def upload_to_all(self, size_bytes: int = SIZE_BYTES) -> int:
+        """Returns the most peers that were sent something at a time."""
+        self.most = 0
+        async with trio.open_nursery() as nursery:
+            for number in range(2 * len(self._lanes)):
+                nursery.start_soon(self.upload, number // 2, size_bytes)
+        return self.most
+
+
+@simulated
+async def test_a_slow_uplink_sends_to_few_peers_at_a_time() -> None:
+    line = Line(2 * SHARE_BYTES_PER_S, 1e9, 12)
+    assert await line.upload_to_all() == AT_FIRST
+    assert await line.upload_to_all() == LEAST
+
+
+@simulated
+async def test_a_fast_uplink_sends_to_all_peers_at_a_time_be_they_slow_or_fast() -> None:
+    for link_bytes_per_s in (1e9, 3 * SHARE_BYTES_PER_S / 2):
+        line = Line(100 * SHARE_BYTES_PER_S, link_bytes_per_s, 12)
+        await line.upload_to_all()
+        assert await line.upload_to_all() == 12
+
+
+@simulated
+async def test_small_uploads_tell_nothing_of_the_uplink() -> None:
+    line = Line(100 * SHARE_BYTES_PER_S, 1e9, 12)
+    for _ in range(3):
+        assert await line.upload_to_all(1 << 16) == AT_FIRST
+
+
+@simulated
+async def test_our_own_time_is_none_of_a_peers() -> None:
+    """One that does nothing is given up after its time, and after the time in which we write or wait."""
+    uploads = Uploads()
+    lanes = [Lane(uploads) for _ in range(AT_FIRST + 1)]
+    own_s = lanes[0].stopwatch()
+
+    async def occupy(lane: Lane) -> None:
+        async with lane.turn(100):
+            await trio.sleep(50)
+
+    async with trio.open_nursery() as nursery:
+        for lane in lanes[1:]:
+            nursery.start_soon(occupy, lane)
+        await trio.testing.wait_all_tasks_blocked()
+
+        async def wait_for_answer() -> None:
+            with lanes[0].patience(10, PEER, "answer"):
+                await trio.sleep(5)
+                async with lanes[0].turn(100):
+                    assert trio.current_time() == 50, "it waited for a place"
+                    assert lanes[0].begun_s == 50
+                    await trio.sleep(30)
+                await trio.sleep_forever()
+
+        with pytest.raises(PeerTimeout, match="did not answer in 10 s"):
+            await wait_for_answer()
+        assert trio.current_time() == 85
+        assert own_s() == 75
+
+
+@simulated
+async def test_an_upload_that_is_cancelled_gives_its_place_to_the_next() -> None:
+    lane = Lane(Uploads())
+    own_s = lane.stopwatch()
+    for _ in range(2 * AT_FIRST):
+        with trio.move_on_after(1):
+            async with lane.turn(100):
+                await trio.sleep_forever()
+    assert not lane.waits
+    assert own_s() == 2 * AT_FIRST
