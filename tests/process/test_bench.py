@@ -190,7 +190,7 @@ def test_placement_compares_the_plan_with_newcomers_optima_and_published_layouts
     assert newcomers["moves"] == 0 < plan["moves"]
     assert rows["small cases: the plan"]["worst"] <= 1 <= rows["small cases: bound on all placements"]["worst"]
     assert rows["200 servers"]["plan, ms"] > 0
-    assert "llama30b on 24 machines: the plan, of the best layout" in {aim["name"] for aim in report["aims"]}
+    assert "llama30b on 24 machines: stages and the plan, of the best layout" in {aim["name"] for aim in report["aims"]}
 
 
 def test_placement_simulates_the_hosts_and_the_trace_of_files(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 import networkx
 
+from llmnode.core.ids import PeerId
+from llmnode.core.placement.servers import PlacedServer
 from llmnode.core.span import Span
 
 if TYPE_CHECKING:
@@ -25,7 +27,8 @@ SOURCE, SINK = "source", "sink"
 MBPS = 1e6
 """The unit of the files. With it, 1250 mbps is a link of 10 Gbit/s, so it counts bytes."""
 TOKEN_BYTES = 2
-Layout = dict[int, Span]
+Published = dict[int, Span]
+"""The layers of each machine, by its number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +51,27 @@ class Cluster:
     speeds: Mapping[int, tuple[float, ...]]
     links_bytes_per_s: Mapping[tuple[str, str], float]
 
-    def flow(self, layout: Layout) -> float:
+    def machines(self) -> list[PlacedServer]:
+        """All machines, before anybody has chosen their layers."""
+        return self.placed(dict.fromkeys(self.speeds, Span(0, 1)))
+
+    def placed(self, layout: Published) -> list[PlacedServer]:
+        """The machines of a published layout."""
+        return [PlacedServer(PeerId(f"{node:03}"), span, self.speeds[node]) for node, span in layout.items()]
+
+    def flow(self, layout: Sequence[PlacedServer]) -> float:
         """The most tokens a second that pass through a layout."""
         graph = networkx.DiGraph()
-        for node, span in layout.items():
-            graph.add_edge(f"{node} in", f"{node} out", capacity=self.speeds[node][len(span) - 1])
+        for machine in layout:
+            node, span = int(machine.peer), machine.span
+            graph.add_edge(f"{node} in", f"{node} out", capacity=machine.speed)
             if span.start == 0:
                 graph.add_edge(SOURCE, f"{node} in", capacity=self._link(SOURCE, node, TOKEN_BYTES))
             if span.end == self.model.layers:
                 graph.add_edge(f"{node} out", SINK, capacity=self._link(node, SINK, TOKEN_BYTES))
-            for other, after in layout.items():
-                if other != node and after.start <= span.end < after.end:
+            for after in layout:
+                if after is not machine and after.span.start <= span.end < after.span.end:
+                    other = int(after.peer)
                     capacity = self._link(node, other, self.model.position_bytes)
                     graph.add_edge(f"{node} out", f"{other} in", capacity=capacity)
         if SOURCE not in graph or SINK not in graph:
@@ -92,7 +105,7 @@ def read_cluster(name: str, model: str) -> Cluster:
     return Cluster(MODELS[model], speeds, links)
 
 
-def read_layout(file: str, nodes: Sequence[int] | None = None) -> Layout:
+def read_layout(file: str, nodes: Sequence[int] | None = None) -> Published:
     """A published layout. `nodes` are the machines of the cluster that its own numbers stand for."""
     parser = ConfigParser()
     parser.read(FOLDER / file)
@@ -105,13 +118,13 @@ def read_layout(file: str, nodes: Sequence[int] | None = None) -> Layout:
     return layout
 
 
-def read_published(name: str, model: str, cluster: Cluster) -> dict[str, Layout]:
+def read_published(name: str, model: str, cluster: Cluster) -> dict[str, Published]:
     """The layouts by Petals' greedy rule, by SWARM's, and by an integer program that ran for up to hours."""
     layouts = {who: read_layout(f"{name}/{model}.{who}.ini") for who in ("petals", "swarm")}
     if (FOLDER / name / f"{model}.ilp.ini").exists():
         return layouts | {"ilp": read_layout(f"{name}/{model}.ilp.ini")}
     # One pipeline for each type of machine. Each numbers its own machines from 0.
-    together: Layout = {}
+    together: Published = {}
     for machine, most in (("a100", 18), ("l4", 11), ("t4", 7)):
         nodes = [node for node, speeds in cluster.speeds.items() if len(speeds) == most]
         together |= read_layout(f"{name}/{model}.ilp.{machine}.ini", nodes)

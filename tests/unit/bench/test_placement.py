@@ -8,10 +8,10 @@ import pytest
 
 from bench.placement.exact import best_throughput
 from bench.placement.layouts import Cluster, Model, read_cluster, read_published
-from bench.placement.placement import CASES, FREE_MOVES, settled
+from bench.placement.placement import CASES, settled
 from llmnode.core.ids import PeerId
 from llmnode.core.placement.joining import choose_span
-from llmnode.core.placement.policy import PlanPolicy
+from llmnode.core.placement.policy import LayoutPolicy, PlanPolicy
 from llmnode.core.placement.servers import (
     PlacedServer,
     block_speeds,
@@ -20,6 +20,7 @@ from llmnode.core.placement.servers import (
     shared_speed,
     throughput,
 )
+from llmnode.core.placement.stages import best_of, layouts
 from llmnode.core.span import Span
 
 
@@ -36,9 +37,10 @@ def joined(seed: int, blocks: int = 8, servers: int = 6, most: int = 4) -> list[
 def test_the_plan_lies_between_the_paper_s_greedy_rule_and_the_optimum(seed: int) -> None:
     swarm = joined(seed)
     best = best_throughput(8, swarm)
-    plan = throughput(8, settled(8, swarm, FREE_MOVES))
+    plan = throughput(8, settled(8, swarm, LayoutPolicy().plan))
     assert throughput(8, swarm) <= plan + 1e-6
     assert 0.75 * best <= plan <= best + 1e-6
+    assert 0.85 * best <= throughput(8, best_of(8, layouts(8, swarm))) <= best + 1e-6
     assert best <= most_throughput(8, swarm) + 1e-6
 
 
@@ -46,10 +48,10 @@ def test_a_flow_is_that_of_the_slowest_block_if_links_are_fast() -> None:
     speeds = {0: (8.0, 4.0), 1: (8.0, 4.0), 2: (6.0, 3.0)}
     names = ["source", "sink", *map(str, speeds)]
     cluster = Cluster(Model(3, 1), speeds, {(one, other): 100.0 for one in names for other in names})
-    layout = {0: Span(0, 2), 1: Span(1, 3), 2: Span(0, 1)}
+    layout = cluster.placed({0: Span(0, 2), 1: Span(1, 3), 2: Span(0, 1)})
     assert cluster.flow(layout) == pytest.approx(4.0)
     slow = Cluster(Model(3, 1), speeds, {**cluster.links_bytes_per_s, ("0", "1"): 1.0, ("1", "0"): 1.0})
-    assert slow.flow({0: Span(0, 2), 1: Span(2, 3)}) == pytest.approx(1.0)
+    assert slow.flow(slow.placed({0: Span(0, 2), 1: Span(2, 3)})) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(("name", "model"), CASES)
@@ -59,7 +61,15 @@ def test_all_published_layouts_hold_the_whole_model(name: str, model: str) -> No
         assert set().union(*(range(span.start, span.end) for span in layout.values())) == set(
             range(cluster.model.layers)
         )
-        assert cluster.flow(layout) > 0.0
+        assert cluster.flow(cluster.placed(layout)) > 0.0
+
+
+@pytest.mark.parametrize(("name", "model"), CASES)
+def test_our_layout_is_worth_more_than_every_published_one(name: str, model: str) -> None:
+    cluster = read_cluster(name, model)
+    ours = best_of(cluster.model.layers, layouts(cluster.model.layers, cluster.machines()), cluster.flow)
+    published = read_published(name, model, cluster)
+    assert cluster.flow(ours) >= 1.05 * max(cluster.flow(cluster.placed(each)) for each in published.values())
 
 
 def test_a_small_swarm_stays_where_it_is_if_that_is_best() -> None:

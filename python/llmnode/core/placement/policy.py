@@ -61,3 +61,16 @@ class RebalancePolicy:
     """A node that drains counts for this long in the plans of others. Then it has left, or joins elsewhere."""
     joins_within_s: float = 600.0
     """A node that loads for longer than this does not keep others away from its blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutPolicy:
+    """How a cluster that does not serve yet is laid out, see `core/placement/stages.py`. A move costs nothing there."""
+
+    plan: PlanPolicy = PlanPolicy(price=0.0, moves=24, tries=500)
+    targets: tuple[float, ...] = (1.02, 1.05, 1.1, 1.2, 1.3, 1.5, math.inf)
+    """One target for each plan in turn, in throughputs of now, until none of them finds a move."""
+    starts: int = 6
+    """This many starts are improved: the best start does not always lead to the best layout."""
+    decisions: int = 80
+    """Each start is improved by at most this many plans. Those of Helix' clusters need 7 to 20."""
