@@ -180,14 +180,17 @@ def test_plan_forecasts_the_route_that_a_session_takes() -> None:
     assert routes["holds"]
 
 
-def test_placement_compares_the_plan_with_newcomers_optima_and_published_layouts() -> None:
-    done = bench("placement", "--thin", "--json")
+def test_placement_compares_the_plan_with_newcomers_optima_and_published_layouts(tmp_path: Path) -> None:
+    drawn = tmp_path / "figure-4.svg"
+    done = bench("placement", "--thin", "--plot", str(drawn), "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     rows = {row["variant"]: row for row in report["rows"]}
     newcomers, plan, bound = (rows[name] for name in ("new servers only", "the plan", "bound on all placements"))
     assert 0 <= newcomers["net tokens/s"] < plan["net tokens/s"] < bound["net tokens/s"]
     assert newcomers["moves"] == 0 < plan["moves"]
+    assert 0 < rows["the plan, 5 boasters, 5 ghosts"]["net tokens/s"] < bound["net tokens/s"]
+    assert "the plan, 5 boasters, 5 ghosts" in drawn.read_text()
     assert rows["small cases: the plan"]["worst"] <= 1 <= rows["small cases: bound on all placements"]["worst"]
     assert rows["200 servers"]["plan, ms"] > 0
     assert "llama30b on 24 machines: stages and the plan, of the best layout" in {aim["name"] for aim in report["aims"]}

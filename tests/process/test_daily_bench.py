@@ -90,8 +90,9 @@ def test_table2_is_within_the_limit_of_its_links_and_of_what_servers_are_charged
     assert at_most["name"] == "of the limit, at most" and at_most["holds"]
 
 
-def test_routing_tries_every_route_and_takes_the_nearer_of_two_equal_servers() -> None:
-    command = ["routing", "--thin", "--tokens", "4", "--json"]
+def test_routing_tries_every_route_and_takes_the_nearer_of_two_equal_servers(tmp_path: Path) -> None:
+    drawn = tmp_path / "routing.svg"
+    command = ["routing", "--thin", "--tokens", "4", "--plot", str(drawn), "--json"]
     done = in_process.llmnode("bench", *command)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
@@ -101,6 +102,7 @@ def test_routing_tries_every_route_and_takes_the_nearer_of_two_equal_servers() -
     assert 36 < row["the best, ms"] < row["the median, ms"]
     assert row["chosen"] == row["chosen after sessions"] == row["beam of 1"] == 1.0
     assert decisions["a decision, ms"] > decisions["the search, ms"] > 0
+    assert all(name in drawn.read_text() for name in ("chosen at once", "beam of 1"))
 
 
 def test_a_pipeline_of_three_nodes_is_faster_than_one_and_no_faster_than_its_stages_can_be(tmp_path: Path) -> None:

@@ -7,8 +7,10 @@ flow. Decisions are timed in large swarms.
 
 from __future__ import annotations
 
+import math
 import random
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from bench.kit.options import add_plot, add_thin, count
@@ -32,6 +34,7 @@ from llmnode.core.placement.policy import PlanPolicy, RebalancePolicy
 from llmnode.core.placement.servers import PlacedServer, block_speeds, most_throughput, one_speed, throughput
 from llmnode.core.placement.stages import best_of, carried_out, fewest_hops, layouts
 from llmnode.node import values
+from llmnode.testing.placement import Host, Uptime
 from llmnode.testing.placement.host_files import MOST_BLOCKS
 
 if TYPE_CHECKING:
@@ -49,6 +52,11 @@ OURS = "stages and the plan"
 CASES = (("24", "llama30b"), ("24", "llama70b"), ("42", "llama70b"))
 PLANS = 80
 """A swarm follows at most this many plans, one after the other."""
+LIARS = 5
+"""Liars of each kind among the hosts of figure 4, of which 15 to 110 are on."""
+LIAR_TOKENS_PER_S = 5.0
+CURVE_S = 900.0
+"""A curve of figure 4 has the mean of each quarter of an hour."""
 SMALL = (8, 12, 5)
 """Servers, blocks, and the most blocks of one server: HiGHS needs seconds for each case."""
 
@@ -93,7 +101,7 @@ def _figure_4(options: Options, fleet: Fleet) -> tuple[list[Row], list[Aim]]:
     allowed_s, bound = allowed_gap_s(fleet, RebalancePolicy()), bound_tokens_per_s(fleet)
     rows: list[Row] = [{"variant": "bound on all placements", "net tokens/s": bound, "of the bound": 1.0}]
     outcomes: dict[str, SwarmFigures] = {}
-    for name, outcome in figure_4(fleet, THIN if options.thin else tuple(VARIANTS)):
+    for name, outcome in _variants(options, fleet):
         outcomes[name] = outcome
         rows.append(
             {
@@ -117,6 +125,23 @@ def _figure_4(options: Options, fleet: Fleet) -> tuple[list[Row], list[Aim]]:
         )
     aims.append(at_most("seconds by which the plan closed gaps late", plan.gap_s_beyond(allowed_s), 0.0))
     return rows, aims
+
+
+def _variants(options: Options, fleet: Fleet) -> Iterator[tuple[str, SwarmFigures]]:
+    """All variants, with the same hosts and schedules. Among the hosts of the paper, the plan once more has liars."""
+    yield from figure_4(fleet, THIN if options.thin else tuple(VARIANTS))
+    if options.hosts is None and options.trace is None:
+        lied_to = replace(fleet, hosts=[*fleet.hosts, *liars(fleet)])
+        for _, outcome in figure_4(lied_to, ["the plan"]):
+            yield f"the plan, {LIARS} boasters, {LIARS} ghosts", outcome
+
+
+def liars(fleet: Fleet) -> list[Host]:
+    """Hosts that are always on. Boasters claim 1000 times their speed, and ghosts announce blocks and serve nothing."""
+    always, own = [Uptime(0.0, fleet.seconds)], one_speed(LIAR_TOKENS_PER_S, min(10, fleet.blocks))
+    return [
+        Host(PeerId(f"liar-{number}"), own, always, boast=1000.0, ghost=number >= LIARS) for number in range(2 * LIARS)
+    ]
 
 
 def _small_cases(options: Options) -> tuple[list[Row], list[Aim]]:
@@ -206,6 +231,15 @@ def _draw(options: Options, fleet: Fleet, outcomes: dict[str, SwarmFigures]) -> 
     assert options.plot is not None
     with axes_in(options.plot, fleet.name, "hours", "tokens/s") as axes:
         for name, outcome in outcomes.items():
-            times, speeds = zip(*outcome.throughputs, strict=True)
-            axes.step([time_s / 3600 for time_s in times], speeds, where="post", label=name, linewidth=0.7)
+            axes.plot(*zip(*_curve(outcome), strict=True), label=name, linewidth=1.0)
         axes.legend()
+
+
+def _curve(outcome: SwarmFigures) -> Iterator[tuple[float, float]]:
+    """Hours, and the mean of the tokens/s over the `CURVE_S` around each."""
+    begins, ends = [(0.0, 0.0), *outcome.throughputs], [*(time_s for time_s, _ in outcome.throughputs), outcome.seconds]
+    steps = [(from_s, to_s, speed) for (from_s, speed), to_s in zip(begins, ends, strict=True)]
+    for number in range(math.ceil(outcome.seconds / CURVE_S)):
+        from_s, to_s = CURVE_S * number, min(outcome.seconds, CURVE_S * (number + 1))
+        tokens = sum(speed * max(0.0, min(to_s, end) - max(from_s, start)) for start, end, speed in steps)
+        yield (from_s + to_s) / 7200, tokens / (to_s - from_s)

@@ -13,7 +13,8 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from bench.kit.options import add_repeats, add_thin, add_tokens
+from bench.kit.drawing import axes_in
+from bench.kit.options import add_plot, add_repeats, add_thin, add_tokens
 from bench.kit.proxy import open_proxies
 from bench.kit.report import Report, Spread, at_most, below
 from bench.plan.fleet import start_fleet
@@ -34,6 +35,7 @@ from llmnode.models.embedded import open_embedded
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from bench.kit.options import Options
     from bench.kit.report import Aim, Row
@@ -81,6 +83,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_repeats(parser, 10)
     add_tokens(parser, 8, "steps of each route")
     add_thin(parser)
+    add_plot(parser, "the steps of all routes")
 
 
 async def run(options: Options) -> Report:
@@ -91,6 +94,8 @@ async def run(options: Options) -> Report:
         for each in topologies:
             outcomes.append(await _measure(options, parts, each))
             print(f"topology {each.seed}: {len(outcomes)} of {len(topologies)}", file=sys.stderr)
+    if options.plot is not None:
+        _draw(options.plot, outcomes)
     decisions = [decision_row(number) for number in LARGE[: 1 if options.thin else 2]]
     conditions = {"steps": options.tokens, "seeds": [each.seed for each in topologies]}
     rows = [*map(_row, outcomes), *decisions]
@@ -166,6 +171,21 @@ def _row(outcome: _Outcome) -> Row:
     row |= {name: outcome.of_best(name) for name in outcome.chosen}
     row |= {"forecasts off, % (median)": 100 * statistics.median(errors), "(worst)": 100 * max(errors)}
     return row | {"not pushed": outcome.not_direct}
+
+
+def _draw(path: Path, outcomes: Sequence[_Outcome]) -> None:
+    """The step of each route as a dot, and those that were chosen, over that of the best one."""
+    seeds = [each.topology.seed for each in outcomes]
+    with axes_in(path, "bench routing", "seed of the topology", "step, of that of the best route") as axes:
+        for each in outcomes:
+            steps = [each.step_s(route) / each.best_s for route in each.measured_s]
+            axes.plot([each.topology.seed] * len(steps), steps, ".", color="grey")
+        for name, mark in ((CHOSEN, "o"), (AT_ONCE, "s"), ("beam of 1", "^")):
+            with_one = [each for each in outcomes if name in each.chosen]
+            places = [each.topology.seed for each in with_one], [each.of_best(name) for each in with_one]
+            axes.plot(*places, mark, label=name, fillstyle="none")
+        axes.set_xticks(seeds)
+        axes.legend()
 
 
 def _aims(outcomes: Sequence[_Outcome], decisions: Sequence[Row]) -> Iterator[Aim]:
