@@ -27,7 +27,7 @@ from simulation.world import ALL_BLOCKS, DELAY_S, KV_TOKENS, SPANS, Dialogue, Wo
 
 if TYPE_CHECKING:
     from llmnode.core.ids import PeerId
-    from llmnode.session.moving import Moved
+    from llmnode.session.better_routes import Moved
     from llmnode.session.router import Router
     from llmnode.session.session import InferenceSession
     from llmnode.testing.world import ServingNode

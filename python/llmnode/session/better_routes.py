@@ -1,14 +1,15 @@
 """Looks for a route that is better than that of a session, if going over to it repays the replay.
 
 The servers of such a route have computed for this client, if only in a trial. Those that only say that they are better
-are tried first. Each look is one of a client's: its sessions move one by one.
+are tried first. Each look is one of a client's. Sessions that wait for each other, as the rows of a batch do, move
+together, and others one by one.
 """
 
 from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import trio
 
@@ -40,20 +41,33 @@ LOADS = 2
 """Loads count as the same if they are in the same half of a decode."""
 
 
+class RowAt(NamedTuple):
+    """Where a row stands that is to move."""
+
+    terms: SessionTerms
+    position: int
+
+
 @dataclass(frozen=True, slots=True)
 class Standpoint:
-    """A session between two steps."""
+    """A session between two steps, and the rows that move with it."""
 
     route: Route
-    terms: SessionTerms
-    waiting: int
-    """The sessions that wait for it while it moves, itself among them."""
-    too_small: Callable[[Sequence[Announcement], int], Mapping[PeerId, object]]
-    """The servers that will never have KV for all of them, at this greatest length."""
-    position: int
+    rows: Sequence[RowAt]
+    """Itself first."""
+    without_kv: Callable[[Sequence[Announcement]], Collection[PeerId]]
+    """The servers that have no KV for all of them."""
     steps: int
     step_s: float
     """The time of a step, as it has measured it."""
+
+    @property
+    def terms(self) -> SessionTerms:
+        return self.rows[0].terms
+
+    @property
+    def position(self) -> int:
+        return self.rows[0].position
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +81,34 @@ class BetterRoute:
     usable: Sequence[Announcement]
 
 
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Other peers have taken the place of some that served well, since they are better."""
+
+    left: tuple[PeerId, ...]
+    taken_over_by: tuple[PeerId, ...]
+    positions: int
+    """The number of positions that were replayed."""
+    stall_s: float
+    """The time that it took, with all rows that moved together."""
+    price_s: float
+    """The time that it was expected to take."""
+    saved_s: float
+    """The time that each step was expected to be shorter."""
+
+
 @dataclass(slots=True)
 class LastLook:
-    """The servers and the time of a step when a session looked last. If nothing is different it need not look again."""
+    """A session, or one of the rows that wait for each other, saw this when it looked last.
 
+    If nothing is different it need not look again.
+    """
+
+    next_s: float | None = None
+    """When to look next."""
+    tried: int = 0
+    """The moves that were tried."""
+    route: Route = ()
     news: Collection[object] = ()
     step_s: float = 0.0
     waits: bool = True
@@ -78,14 +116,15 @@ class LastLook:
     tries: bool = False
     """Servers are tried that say that they are better."""
 
-    def is_like(self, news: Collection[object], step_s: float, drift: float) -> bool:
-        """Whether the same servers are known as then, and steps take the same time."""
-        return not self.waits and self.news == news and abs(step_s - self.step_s) <= drift * self.step_s
+    def is_like(self, session: Standpoint, news: Collection[object], drift: float) -> bool:
+        """Whether the same servers are known as then, and steps of the same route take the same time."""
+        is_same = (self.route, self.news) == (session.route, news)
+        return not self.waits and is_same and abs(session.step_s - self.step_s) <= drift * self.step_s
 
 
 @dataclass(slots=True)
 class _Prices:
-    """The figures for the price of a move of one session."""
+    """The figures for the price of a move of a session, and of the rows that move with it."""
 
     session: Standpoint
     servers: Mapping[PeerId, Announcement]
@@ -108,7 +147,8 @@ class _Prices:
             new.append(NewHop(self._input_s(before), prefill_s, self._brought_s(hop)))
             before = hop.peer
         peers = [hop.peer for hop in move.after(session.route)]
-        return price_s(new, session.position, max(2 * self.costs[peer].way_s for peer in peers))
+        positions = sum(row.position for row in session.rows)
+        return price_s(new, positions, max(2 * self.costs[peer].way_s for peer in peers))
 
     def _input_s(self, sender: PeerId | None) -> float:
         rate = self._own_upload() if sender is None else self.servers[sender].offer.speed.upload_bytes_per_s
@@ -116,16 +156,20 @@ class _Prices:
         return terms.form.bytes_of(1) / (rate or terms.policy.standing.first_bytes_per_s)
 
     def _brought_s(self, hop: Hop) -> float:
-        """The time for the adapter and the prompts that the client brings to `hop`, as far as they are not there."""
-        terms = self.session.terms
-        size_bytes = terms.prompts.of_blocks(hop.span.start, hop.span.end).size_bytes
-        if (adapter := terms.adapter) is not None:
-            offered = self.servers[hop.peer].offer.adapters
-            living = [each.adapters for each in self.pool.living() if each.peer == hop.peer]
-            if all(each.digest != adapter.digest for each in offered):
-                parts = sum(len(adapter.parts[each.block]) for each in adapter.manifest.within(hop.span))
-                size_bytes += min((each.lacking_bytes(adapter, hop.span) for each in living), default=parts)
-        return size_bytes / (self._own_upload() or terms.policy.standing.first_bytes_per_s) if size_bytes else 0.0
+        """The time for the adapters and the prompts that the client brings to `hop`, as far as they are not there.
+
+        Each row brings its own prompts.
+        """
+        all_terms = [row.terms for row in self.session.rows]
+        size_bytes = sum(each.prompts.of_blocks(hop.span.start, hop.span.end).size_bytes for each in all_terms)
+        offered = {each.digest for each in self.servers[hop.peer].offer.adapters}
+        living = [each.adapters for each in self.pool.living() if each.peer == hop.peer]
+        adapters = {each.adapter.digest: each.adapter for each in all_terms if each.adapter is not None}
+        for adapter in [each for digest, each in adapters.items() if digest not in offered]:
+            parts = sum(len(adapter.parts[each.block]) for each in adapter.manifest.within(hop.span))
+            size_bytes += min((each.lacking_bytes(adapter, hop.span) for each in living), default=parts)
+        first_bytes_per_s = self.session.terms.policy.standing.first_bytes_per_s
+        return size_bytes / (self._own_upload() or first_bytes_per_s) if size_bytes else 0.0
 
     def _own_upload(self) -> float:
         self.needs_upload = True
@@ -169,7 +213,7 @@ class BetterRoutes:
         policy, now_s = session.terms.policy.moves, trio.current_time()
         current = {hop.peer for hop in session.route}
         usable = self._records.good(self._candidates(session.terms.max_length))
-        unfit = self.failed.banned(now_s) | session.too_small(usable, session.terms.max_length).keys()
+        unfit = {*self.failed.banned(now_s), *session.without_kv(usable)}
         usable = [each for each in usable if each.peer in current or each.peer not in unfit]
         servers = {each.peer: each for each in usable}
         if not current <= servers.keys():  # one is about to leave, or has failed others
@@ -177,9 +221,9 @@ class BetterRoutes:
         self._reaching.measure_some(current, usable)
         served = {each.peer for each in usable if each.peer in current or self._newcomers.has_served(each, now_s)}
         news = self._news(usable, served)
-        if last.is_like(news, session.step_s, policy.drift):
+        if last.is_like(session, news, policy.drift):
             return None
-        last.news, last.step_s, last.waits = news, session.step_s, False
+        last.route, last.news, last.step_s, last.waits = session.route, news, session.step_s, False
         has_tried, last.tries = last.tries, False
         decodes = self._records.decodes(usable)
         others = min(MOST_CROWD, max(decodes[peer].others for peer in current))
@@ -216,7 +260,9 @@ class BetterRoutes:
             at_once=session.position,
             without_one=current,
         )
-        # The session has KV where it is, and what makes its peers dearer is meant for new sessions.
+        # The session has KV where it is, and what makes its peers dearer is meant for new sessions. The other rows come
+        # along, and their steps are there at the same time.
+        crowd += len(session.rows) - 1
         costs = {
             peer: believed[peer] if peer in current else crowded(cost, decodes[peer], crowd)
             for peer, cost in costs.items()
@@ -231,7 +277,7 @@ class BetterRoutes:
             is_much = move.saved_s >= policy.least_share * session.step_s
             if prices.needs_upload and is_much:
                 self._reaching.measure_upload(servers[move.hops[0].peer], policy.upload_again_s)
-            if repays(move, session.step_s, price * max(1, session.waiting), left, policy):
+            if repays(move, session.step_s, price, left, policy):
                 return BetterRoute(move, price, move.saved_s * left, chosen)
             last.waits = last.waits or is_much
         return None

@@ -164,10 +164,11 @@ class StepFailures:
         if None not in groups and len(groups) >= AGREEING_GROUPS:
             raise SessionLost(self.causes) from self.causes[-1]
 
-    def got_through(self, finder: PeerFinder) -> None:
-        """Somebody has computed the step: peers that said that its numbers overflow are reported."""
-        for refuted in self.overflow.refuted():
-            finder.report(refuted)
+    def got_through(self, finder: PeerFinder | None) -> None:
+        """Somebody has computed the step: peers that said that its numbers overflow are reported to the `finder`."""
+        if finder is not None:
+            for refuted in self.overflow.refuted():
+                finder.report(refuted)
 
     def note_lost(self, failure: PeerError, finder: PeerFinder, now_s: float) -> None:
         """A hop of the session failed, unless it was let go. One that was left as it is slow is asked after others.

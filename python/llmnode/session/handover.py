@@ -11,7 +11,7 @@ import trio
 
 from llmnode.core.route import Hop
 from llmnode.core.span import Span
-from llmnode.errors import ConfigError, PeerError, PeerRefused, PeerUnreachable
+from llmnode.errors import ConfigError, LocalProtocolError, PeerError, PeerRefused, PeerUnreachable
 from llmnode.session.hop import SessionHop
 from llmnode.session.saved import MOST_CONTACTS, SavedSession, pack, write
 from llmnode.wire.messages import RefusalCode
@@ -28,6 +28,23 @@ if TYPE_CHECKING:
     from llmnode.wire.session_terms import SessionTerms
 
 log = logging.getLogger(__name__)
+
+
+async def export(hops: SessionHops, token_ids: Sequence[int], path: Path) -> float:
+    """Write the file, and return for how many seconds the servers keep the KV. Raises as `InferenceSession.export`."""
+    if hops.terms.adapter is not None:
+        raise ConfigError("a session with an adapter cannot be saved: the file would not have the adapter")
+    if hops.terms.prompts:
+        raise ConfigError("a session with deep prompts cannot be saved: the file would not have them")
+    if hops.tools.finder is None:
+        raise LocalProtocolError("a session that knows no other peers cannot be saved")
+    hops.is_busy = True  # no other row moves it
+    try:
+        lease_s = await lease(hops)
+        await write_file(hops.tools.finder, save(hops, token_ids), path)
+    finally:
+        hops.is_busy = False
+    return lease_s
 
 
 async def lease(hops: SessionHops) -> float:

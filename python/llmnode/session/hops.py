@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from llmnode.core.route import Route
     from llmnode.errors import LlmnodeError
     from llmnode.receipts.book import ReceiptBook
+    from llmnode.session.better_routes import Moved
     from llmnode.session.chunk_run import Commit
     from llmnode.session.failures import StepFailures
     from llmnode.session.tools import SessionTools
@@ -55,6 +56,9 @@ class SessionHops:
         """Why nothing more can be done with the session."""
         self.is_busy = False
         """A step or the like is under way."""
+        self.move: trio.Event | None = None
+        """Set when another row has moved this one along. Until then, this one does nothing."""
+        self.moves: list[Moved] = []
         self._gate = RelayGate(terms.policy.relayed)
         self._leaving = Leaving(terms, tools)
 

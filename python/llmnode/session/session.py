@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 import trio
 
 from llmnode.errors import (
-    ConfigError,
     IntegrityError,
     LlmnodeError,
     LocalProtocolError,
@@ -34,7 +33,7 @@ from llmnode.session import handover
 from llmnode.session.chunk_run import run_chunk, run_chunks
 from llmnode.session.failures import LetGo, StepFailures
 from llmnode.session.hops import SessionHops
-from llmnode.session.moving import Moved, Moving
+from llmnode.session.moving import Moving
 from llmnode.session.overflow import Given, OverflowClaims, not_sent
 from llmnode.session.recovery import Recoverer
 from llmnode.session.rows import Rows
@@ -48,6 +47,7 @@ if TYPE_CHECKING:
     from llmnode.core.ids import PeerId
     from llmnode.core.policy import ClientPolicy
     from llmnode.core.route import Route
+    from llmnode.session.better_routes import Moved
     from llmnode.session.failures import Recovery
     from llmnode.session.saved import SavedSession
     from llmnode.swarm.peer_connection import PeerConnection
@@ -121,7 +121,7 @@ class InferenceSession:
     @property
     def moves(self) -> Sequence[Moved]:
         """Its moves to better peers."""
-        return self._moving.moves
+        return self._hops.moves
 
     async def open(self, route: Route, connections: Mapping[PeerId, PeerConnection]) -> None:
         """Open the session at every hop of `route`, over `connections` to their peers.
@@ -178,7 +178,7 @@ class InferenceSession:
 
         LocalProtocolError is a bug of the caller: a `position` that the session does not hold.
         """
-        self._hops.check_open()
+        await self._at_rest()
         self._state.truncate(position)
         if self.receipts is not None:
             self.receipts.truncate(position)
@@ -189,7 +189,7 @@ class InferenceSession:
 
         It costs them a round trip, at whose end each goes its own way. Raises as `step` does, for any of them.
         """
-        self._hops.check_open()
+        await self._at_rest()
         if (lost := self._state.lost) is not None and isinstance(lost.failure, LetGo):  # no server has it
             await self._persist(trio.lowlevel.checkpoint, position_before=self.position)
         self._hops.is_busy = True  # a copy that waits for KV has others free theirs
@@ -223,15 +223,8 @@ class InferenceSession:
         which only the caller knows, and our key: a reader of the file can go on in our name. Raises ConfigError if the
         file cannot be written, and LocalProtocolError for a session that was opened without a swarm.
         """
-        self._hops.check_open()
-        if self._hops.terms.adapter is not None:
-            raise ConfigError("a session with an adapter cannot be saved: the file would not have the adapter")
-        if self._hops.terms.prompts:
-            raise ConfigError("a session with deep prompts cannot be saved: the file would not have them")
-        if self._finder is None:
-            raise LocalProtocolError("a session that knows no other peers cannot be saved")
-        lease_s = await handover.lease(self._hops)
-        await handover.write_file(self._finder, handover.save(self._hops, token_ids), path)
+        await self._at_rest()
+        lease_s = await handover.export(self._hops, token_ids, path)
         self._is_exported = True
         return lease_s
 
@@ -241,8 +234,14 @@ class InferenceSession:
         self._hops.ended = self._hops.ended or SessionClosed("closed")
         if self.spot_checks is not None:
             await self.spot_checks.close()
-        for hop in self._hops.hops:
+        for hop in tuple(self._hops.hops):  # a move that is given up puts others there
             await hop.close(keep=self._is_exported)
+
+    async def _at_rest(self) -> None:
+        """Wait while another row moves this one along with itself. Raises SessionClosed."""
+        while (move := self._hops.move) is not None:
+            await move.wait()
+        self._hops.check_open()
 
     @contextmanager
     def _ends_if_cancelled(self) -> Iterator[None]:
@@ -284,6 +283,8 @@ class InferenceSession:
 
         `given` are the hidden states of a step.
         """
+        if self._hops.move is not None:
+            await self._at_rest()
         failures: StepFailures | None = None
         reached = self._state.position
         with self._ends_if_cancelled():
@@ -296,16 +297,16 @@ class InferenceSession:
                     await self._hops.settle()
                     await self._hops.switch_to_direct()
                     await self._hops.leave_outdone()
-                    if self._state.step >= self._moving.at_step:
+                    if self._state.step >= self._moving.at_step and given:  # nobody waits for a move in a fork
                         await self._moving.look()
                     await work()
                     if failures is not None:
-                        self._got_through(failures)
+                        failures.got_through(self._finder)
                     return
                 except PeerError as error:
                     self._state.unsettle()
                     if failures is not None and self._state.position > reached:  # the step gets on
-                        self._got_through(failures)
+                        failures.got_through(self._finder)
                         failures = None
                     if failures is None:
                         failures, reached = self._none_failed(given), self._state.position
@@ -314,10 +315,6 @@ class InferenceSession:
                     except (NoRoute, NumericOverflow):
                         self._state.position = position_before
                         raise
-
-    def _got_through(self, failures: StepFailures) -> None:
-        if self._finder is not None:
-            failures.got_through(self._finder)
 
     async def _stream(self, waiting: deque[tuple[Buffer, int]], outputs: list[Buffer]) -> None:
         """Run `waiting` through all hops, several chunks at a time. A chunk that is through goes over to `outputs`."""
@@ -347,10 +344,9 @@ class InferenceSession:
 
     async def _become_copy(self, source: InferenceSession) -> None:
         """Be a copy of `source`, at its peers. A hop that does not make the copy is replaced like a lost one."""
-        self._hops.check_open()
+        await self._at_rest()
         with self._ends_if_cancelled():
             await self._hops.copy_from(source._hops)
-        self._moving.put_off()
         await self._persist(self._hops.tell_neighbours, position_before=self._state.position)
 
 
