@@ -115,12 +115,18 @@ def believed(servers: Iterable[PlacedServer], policy: RebalancePolicy) -> list[P
     A server that still loads counts at most at the median, and exactly there if it has not measured its speed yet.
     """
     servers = list(servers)
-    serving = [server.speed for server in servers if server.online]
-    usual = statistics.median(serving) if serving else 1.0
-    return [_limited(server, policy.claim_limit * usual if server.online else usual) for server in servers]
+    usual = usual_speed([server.speed for server in servers if server.online])
+    return [believed_of(server, usual, policy) for server in servers]
 
 
-def _limited(server: PlacedServer, most: float) -> PlacedServer:
+def usual_speed(serving: Sequence[float]) -> float:
+    """The tokens a second that limit claims, where those that serve claim these."""
+    return statistics.median(serving) if serving else 1.0
+
+
+def believed_of(server: PlacedServer, usual: float, policy: RebalancePolicy) -> PlacedServer:
+    """The same server at the speed that is believed, where servers claim this `usual` speed."""
+    most = policy.claim_limit * usual if server.online else usual
     if server.speed <= 0.0 and not server.online:
         return replace(server, speeds=(most,) * len(server.speeds))
     if server.speed <= most:

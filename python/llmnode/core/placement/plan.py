@@ -11,11 +11,12 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass
 from itertools import accumulate
-from operator import itemgetter, sub
-from typing import TYPE_CHECKING
+from operator import attrgetter, itemgetter, sub
+from typing import TYPE_CHECKING, NamedTuple
 
 from llmnode.core.errors import ConfigError
-from llmnode.core.placement.servers import Move, most_throughput, worthwhile_lengths
+from llmnode.core.placement.ranks import SpanRanks
+from llmnode.core.placement.servers import Move, block_speeds, most_at_lengths, worthwhile_lengths
 from llmnode.core.span import Span
 
 if TYPE_CHECKING:
@@ -41,10 +42,10 @@ class Plan:
 
 def plan_moves(blocks: int, servers: Iterable[PlacedServer], policy: PlanPolicy) -> Plan:
     """The moves that are worth their price, at most `policy.moves` of them."""
-    servers = list(servers)
+    fleet = _Fleet(blocks, servers)
     tries, plan, most_worth = policy.tries, None, 0.0
     for target in policy.targets:
-        search = _Search(blocks, servers, policy, tries)
+        search = _Search(fleet, policy, tries)
         search.aim_at(target * min(search.speeds))
         found, worth = _worthwhile(search, policy)
         if plan is None or worth > most_worth:
@@ -98,8 +99,9 @@ def place_newcomer(blocks: int, servers: Iterable[PlacedServer], speeds: tuple[f
     """The span for a node that joins with these `speeds`. Nobody else moves for it."""
     if not 1 <= len(speeds) <= blocks:
         raise ConfigError(f"cannot serve {len(speeds)} blocks: the model has {blocks}")
-    search = _Search(blocks, servers, policy, newcomer=len(speeds) * speeds[-1])
-    return search.best_place(search.speeds, speeds, worthwhile_lengths(speeds))[1]
+    search = _Search(_Fleet(blocks, servers), policy, newcomer=len(speeds) * speeds[-1])
+    _, start, length = search.best_start(search.lacks(search.speeds), speeds, worthwhile_lengths(speeds))
+    return Span(start, start + length)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,28 +110,49 @@ class _Place:
     span: Span
 
 
+class _Lacks(NamedTuple):  # a search makes thousands: sooner than a frozen dataclass
+    """The deficits of some blocks, their cubes, and the blocks that nobody serves."""
+
+    deficits: Sequence[float]
+    cubes: Sequence[float]
+    bare: Sequence[int]
+
+    def with_window(self, start: int, window: _Lacks) -> _Lacks:
+        """The same, but for the blocks from `start` on that `window` has."""
+        deficits, cubes, end = [*self.deficits], [*self.cubes], start + len(window.deficits)
+        deficits[start:end], cubes[start:end] = window.deficits, window.cubes
+        if not self.bare and not window.bare:
+            return _Lacks(deficits, cubes, self.bare)
+        others = [block for block in self.bare if not start <= block < end]
+        return _Lacks(deficits, cubes, [*others, *(start + block for block in window.bare)])
+
+
+class _Fleet:
+    """The servers before any move. All searches of a plan begin there."""
+
+    def __init__(self, blocks: int, servers: Iterable[PlacedServer]) -> None:
+        self.blocks = blocks
+        self.servers = sorted(servers, key=attrgetter("peer"))
+        self.lengths = [worthwhile_lengths(server.speeds) for server in self.servers]
+        own = zip(self.servers, self.lengths, strict=True)
+        self.movable = [number for number, (server, lengths) in enumerate(own) if server.movable and lengths]
+        """Those that may be worth a move: a server without a speed is worth nothing anywhere."""
+        self.speeds = block_speeds(blocks, self.servers)
+        self.most = most_at_lengths(blocks, self.servers, self.lengths)
+
+
 class _Search:
     """A placement that changes move by move, and the deficits of its blocks."""
 
-    def __init__(
-        self,
-        blocks: int,
-        servers: Iterable[PlacedServer],
-        policy: PlanPolicy,
-        tries: int = 0,
-        newcomer: float = 0.0,
-    ) -> None:
+    def __init__(self, fleet: _Fleet, policy: PlanPolicy, tries: int = 0, newcomer: float = 0.0) -> None:
         """This many `tries` of a server at a length are made. A `newcomer` raises the target by its tokens a second."""
         self.policy = policy
         self.tries = tries
-        self.servers = sorted(servers, key=lambda server: server.peer)
+        self.servers, self._lengths, self._movable = fleet.servers, fleet.lengths, fleet.movable
         self.spans = [server.span for server in self.servers]
-        self._lengths = [worthwhile_lengths(server.speeds) for server in self.servers]
-        self._movable = [number for number, server in enumerate(self.servers) if server.movable]
-        self.speeds = [0.0] * blocks
-        for server in self.servers:
-            self._add(server.span, server.speed)
-        self.target = most_throughput(blocks, self.servers) + newcomer / blocks or 1.0
+        self._ranks: SpanRanks | None = None
+        self.speeds = [*fleet.speeds]
+        self.target = fleet.most + newcomer / fleet.blocks or 1.0
         self.nothing = NOTHING * self.target
         self._unserved = UNSERVED * self.target**3
 
@@ -152,36 +175,44 @@ class _Search:
         self._add(former, -server.speeds[len(former) - 1])
         self._add(place.span, server.speeds[len(place.span) - 1])
         self.spans[place.server] = place.span
+        if self._ranks is not None:
+            self._ranks.move(place.server, former, place.span)
         return former
 
-    def best_place(self, speeds: Sequence[float], own: Sequence[float], lengths: Iterable[int]) -> tuple[float, Span]:
-        """Where a server that is not in `speeds` helps most, and how much. The first of equals."""
-        best = (-1.0, Span(0, 1))
+    def best_start(self, lacks: _Lacks, own: Sequence[float], lengths: Iterable[int]) -> tuple[float, int, int]:
+        """The most that a server gains, and its start and length there. `lacks` is without it."""
+        best = -1.0, 0, 1
         for length in lengths:
-            gains = list(accumulate(self._gains(speeds, own[length - 1]), initial=0.0))
+            gains = list(accumulate(self._gains(lacks, own[length - 1]), initial=0.0))
             windows = list(map(sub, gains[length:], gains))
             most = max(windows)
             if most > best[0]:
-                start = windows.index(most)
-                best = most, Span(start, start + length)
+                best = most, windows.index(most), length
         return best
+
+    def lacks(self, speeds: Sequence[float]) -> _Lacks:
+        deficits = [lack if (lack := self.target - speed) > 0.0 else 0.0 for speed in speeds]
+        bare = [block for block, speed in enumerate(speeds) if speed <= self.nothing]
+        return _Lacks(deficits, [lack * lack * lack for lack in deficits], bare)
 
     def _least(self) -> float:
         return 1e-6 * self.target**3
 
     def _tried(self) -> list[tuple[float, _Place]]:
         """The best place of each candidate, and what its move gains."""
-        tried = []
+        tried, speeds, lacks = [], self.speeds, self.lacks(self.speeds)
         for number in self._candidates():
-            self.tries -= len(self._lengths[number])
-            server, span = self.servers[number], self.spans[number]
-            speed = server.speeds[len(span) - 1]
-            speeds = self.speeds[:]
-            for block in range(span.start, span.end):
-                speeds[block] -= speed
-            gain, wanted = self.best_place(speeds, server.speeds, self._lengths[number])
-            if wanted != span:
-                tried.append((gain - sum(self._gains(speeds[span.start : span.end], speed)), _Place(number, wanted)))
+            lengths = self._lengths[number]
+            self.tries -= len(lengths)
+            span, own = self.spans[number], self.servers[number].speeds
+            start, end = span.start, span.end
+            speed = own[end - start - 1]
+            mine = self.lacks([each - speed for each in speeds[start:end]])
+            without = lacks.with_window(start, mine)
+            gain, first, length = self.best_start(without, own, lengths)
+            if first != start or length != end - start:
+                wanted = Span(first, first + length)
+                tried.append((gain - sum(self._gains(mine, speed)), _Place(number, wanted)))
         return tried
 
     def _best_pair(self) -> list[_Place]:
@@ -204,33 +235,18 @@ class _Search:
             (3 * max(0.0, target - speed) ** 2 + (unserved if speed <= nothing else 0.0) for speed in self.speeds),
             initial=0.0,
         )
-        upto = list(slopes)
-        lengths = {length for own in self._lengths for length in own}
-        best = {length: max(map(sub, upto[length:], upto)) for length in lengths}
-        estimates = []
-        for number in self._movable:
-            span, speeds, own = self.spans[number], self.servers[number].speeds, self._lengths[number]
-            lost = speeds[span.end - span.start - 1] * (upto[span.end] - upto[span.start])
-            if len(own) == 1:
-                estimates.append(speeds[-1] * best[own[0]] - lost)
-            else:
-                estimates.append(max(speeds[length - 1] * best[length] for length in own) - lost)
-        order = sorted(range(len(estimates)), key=estimates.__getitem__, reverse=True)
-        return [self._movable[place] for place in order[:most]]
+        if self._ranks is None:
+            self._ranks = SpanRanks(self.servers, self.spans, self._lengths, self._movable)
+        return self._ranks.best(list(slopes), most)
 
-    def _gains(self, speeds: Sequence[float], more: float) -> list[float]:
+    def _gains(self, lacks: _Lacks, more: float) -> list[float]:
         """The cubed deficit that each block loses if `more` tokens a second are added to its speed."""
-        target = self.target
         gains = [
-            before * before * before - (after * after * after if (after := before - more) > 0.0 else 0.0)
-            if (before := target - speed) > 0.0
-            else 0.0
-            for speed in speeds
+            cube - after * after * after if (after := lack - more) > 0.0 else cube
+            for lack, cube in zip(lacks.deficits, lacks.cubes, strict=True)
         ]
-        if min(speeds) <= self.nothing:
-            for block, speed in enumerate(speeds):
-                if speed <= self.nothing:
-                    gains[block] += self._unserved
+        for block in lacks.bare:
+            gains[block] += self._unserved
         return gains
 
     def _add(self, span: Span, speed: float) -> None:

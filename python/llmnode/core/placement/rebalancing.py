@@ -6,20 +6,18 @@ out, and `llmnode.testing.placement` does the same for thousands of simulated no
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from llmnode.core.placement.paper import better_span
-from llmnode.core.placement.plan import helps_alone, plan_moves
-from llmnode.core.placement.policy import PlanPolicy, RebalancePolicy
-from llmnode.core.placement.servers import block_speeds
+from llmnode.core.placement.known_servers import KnownServers
+from llmnode.core.placement.plan import helps_alone
+from llmnode.core.placement.policy import RebalancePolicy
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from llmnode.core.ids import PeerId
-    from llmnode.core.placement.plan import Plan
     from llmnode.core.placement.servers import PlacedServer
     from llmnode.core.span import Span
 
@@ -47,20 +45,13 @@ class Rebalancer:
         policy: RebalancePolicy | None = None,
         *,
         by_paper: bool = False,
-        plan: Callable[[Sequence[PlacedServer]], Plan] | None = None,
-        paper: Callable[[Sequence[PlacedServer]], Span | None] | None = None,
-        speeds: Callable[[Sequence[PlacedServer]], Sequence[float]] | None = None,
     ) -> None:
-        """`by_paper` decides by the paper's rule. `plan`, `paper` and `speeds`, of blocks, may answer from a cache."""
-        policy = policy or RebalancePolicy()
+        """`by_paper` decides by the paper's rule. Servers may be given as `KnownServers`, which remember their plan."""
         self._me = me
         self._blocks = blocks
         self._rng = rng
-        self._policy = policy
+        self._policy = policy or RebalancePolicy()
         self._by_paper = by_paper
-        self._plan = plan or (lambda servers: plan_moves(blocks, servers, PlanPolicy()))
-        self._paper = paper or (lambda servers: better_span(me, blocks, servers, policy.paper_gain))
-        self._speeds = speeds or (lambda servers: block_speeds(blocks, servers))
         self._rests_until_s = float("-inf")
         self._waits_since_s: float | None = None
         self._absent: dict[PeerId, float] = {}
@@ -78,7 +69,7 @@ class Rebalancer:
 
     def sees_gap(self, servers: Sequence[PlacedServer]) -> bool:
         """Whether nobody serves some block, as far as the node knows."""
-        return min(self._speeds(self._present(servers))) <= 0.0
+        return min(self._present(servers).speeds) <= 0.0
 
     def note_move(self, now_s: float) -> None:
         """The node has begun to move."""
@@ -96,20 +87,22 @@ class Rebalancer:
     def decide(self, servers: Sequence[PlacedServer], now_s: float) -> Decision:
         """The node decides by what it believes of all servers of its model, itself included."""
         self._absent = {each: until_s for each, until_s in self._absent.items() if until_s > now_s}
-        servers = self._present(servers)
-        mine = next((server for server in servers if server.peer == self._me), None)
+        known = self._present(servers)
+        mine = known.by_peer.get(self._me)
         if mine is None or not mine.online or not mine.movable:
             self._waits_since_s = None
             return Decision()
-        speeds = self._speeds(servers)
-        gap = min(speeds) <= 0.0
-        if not gap and (now_s < self._rests_until_s or self._many_load(servers)):
+        gap = min(known.speeds) <= 0.0
+        if not gap and (now_s < self._rests_until_s or self._many_load(known)):
             self._first = None  # nobody else may move, either
             return Decision()
-        wanted = self._paper(servers) if self._by_paper else self._planned(servers, now_s, gap=gap)
+        if self._by_paper:
+            wanted = known.better_span(self._me, self._policy.paper_gain)
+        else:
+            wanted = self._planned(known, mine, now_s, gap=gap)
         if wanted is None:
-            return Decision(confirm=self._doubted(servers, speeds))
-        holders = _holders(mine, wanted, servers, self._policy.confirm)
+            return Decision(confirm=self._doubted(known))
+        holders = _holders(mine, wanted, known, self._policy.confirm)
         return Decision() if holders is None else Decision(wanted, holders, at_once=gap)
 
     def confirm(self, servers: Sequence[PlacedServer], wanted: Span, now_s: float) -> Sequence[PeerId] | None:
@@ -118,31 +111,30 @@ class Rebalancer:
         None if the plan moves it no more, or elsewhere, or if nobody else serves some of its blocks. `servers` are
         those of `before_moves`: the node itself is where it still serves.
         """
-        servers = self._present(servers)
-        mine = next((server for server in servers if server.peer == self._me), None)
+        known = self._present(servers)
+        mine = known.by_peer.get(self._me)
         if mine is None:
             return None
-        speeds = self._speeds(servers)
+        speeds = known.speeds
         if any(speeds[block] <= 0.0 for block in range(wanted.start, wanted.end)):
             planned: Span | None = wanted  # to close a gap is worth it, whatever else the plan has
         elif self._by_paper:
-            planned = self._paper(servers)
+            planned = known.better_span(self._me, self._policy.paper_gain)
         else:
-            moves = self._plan(self._as_they_move(servers, now_s)).moves
+            moves = self._as_they_move(known, now_s).plan.moves
             planned = next((move.span for move in moves if move.peer == self._me), None)
         if planned is None or not planned.meets(wanted):
             return None
-        return _holders(mine, wanted, servers, self._policy.confirm)
+        return _holders(mine, wanted, known, self._policy.confirm)
 
-    def _present(self, servers: Sequence[PlacedServer]) -> Sequence[PlacedServer]:
-        return [server for server in servers if server.peer not in self._absent] if self._absent else servers
+    def _present(self, servers: Sequence[PlacedServer]) -> KnownServers:
+        known = servers if isinstance(servers, KnownServers) else KnownServers(self._blocks, servers)
+        return known.without(self._absent) if self._absent else known
 
-    def _as_they_move(self, servers: Sequence[PlacedServer], now_s: float) -> Sequence[PlacedServer]:
+    def _as_they_move(self, known: KnownServers, now_s: float) -> KnownServers:
         """The servers, of which those that did not make their move stay where they are."""
         self._stays = {peer: until_s for peer, until_s in self._stays.items() if until_s > now_s}
-        if not self._stays:
-            return servers
-        return [replace(each, movable=each.movable and each.peer not in self._stays) for each in servers]
+        return known.where_stay(self._stays) if self._stays else known
 
     def _note_first(self, peer: PeerId | None, now_s: float, *, gap: bool) -> None:
         """A server that is to move first, and does not for long, stays: its user wants it so, or it is not there.
@@ -157,16 +149,15 @@ class Rebalancer:
             self._stays[peer] = now_s + self._policy.failed_s
             self._first = None
 
-    def _many_load(self, servers: Sequence[PlacedServer]) -> bool:
-        loading = sum(not server.online for server in servers)
-        return loading > max(1, int(self._policy.loading_share * len(servers)))
+    def _many_load(self, known: KnownServers) -> bool:
+        return known.loading > max(1, int(self._policy.loading_share * len(known)))
 
-    def _planned(self, servers: Sequence[PlacedServer], now_s: float, *, gap: bool) -> Span | None:
+    def _planned(self, known: KnownServers, mine: PlacedServer, now_s: float, *, gap: bool) -> Span | None:
         """The node's own move in the plan, once it is its turn. While there is a gap all moves begin together.
 
         If moves before it have not been made by then, it must help without them.
         """
-        plan = self._plan(self._as_they_move(servers, now_s))
+        plan = self._as_they_move(known, now_s).plan
         moves = plan.moves
         self._note_first(moves[0].peer if moves else None, now_s, gap=gap)
         turn = next((turn for turn, move in enumerate(moves) if move.peer == self._me), None)
@@ -176,21 +167,16 @@ class Rebalancer:
         if self._waits_since_s is None:
             self._waits_since_s = now_s
         if gap or now_s >= self._waits_since_s + turn * self._policy.turn_s:
-            span, mine = moves[turn].span, next(each for each in servers if each.peer == self._me)
-            if turn and not gap and not helps_alone(self._speeds(servers), mine, span, plan):
+            span = moves[turn].span
+            if turn and not gap and not helps_alone(known.speeds, mine, span, plan):
                 self._waits_since_s = None
                 return None
             return span if self._failed.get(span, now_s) <= now_s else None
         return None
 
-    def _doubted(self, servers: Sequence[PlacedServer], speeds: Sequence[float]) -> Sequence[PeerId]:
+    def _doubted(self, known: KnownServers) -> Sequence[PeerId]:
         """One server of the slowest block: if it is not there, the swarm needs others at that block."""
-        slowest = min(range(self._blocks), key=speeds.__getitem__)
-        others = [
-            server.peer
-            for server in servers
-            if server.peer != self._me and server.online and server.span.start <= slowest < server.span.end
-        ]
+        others = [peer for peer in known.at_slowest if peer != self._me]
         return [self._rng.choice(others)] if others else []
 
 

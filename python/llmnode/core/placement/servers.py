@@ -60,6 +60,8 @@ def shared_speed(block_tokens_per_s: float, most_blocks: int) -> tuple[float, ..
 
 def worthwhile_lengths(speeds: Sequence[float]) -> list[int]:
     """The lengths at which a longer span would be slower. No other length is ever better."""
+    if speeds and speeds[0] > 0.0 and speeds.count(speeds[0]) == len(speeds):
+        return [len(speeds)]  # the usual case, sooner
     later = [*speeds[1:], 0.0]
     return [length for length, (speed, longer) in enumerate(zip(speeds, later, strict=True), 1) if speed > longer]
 
@@ -88,8 +90,14 @@ def most_throughput(blocks: int, servers: Iterable[PlacedServer]) -> float:
 
     A server adds at most the whole throughput to a block. So the bound of a bound is a bound too, and a lower one.
     """
+    servers = list(servers)
+    return most_at_lengths(blocks, servers, [worthwhile_lengths(server.speeds) for server in servers])
+
+
+def most_at_lengths(blocks: int, servers: Iterable[PlacedServer], lengths: Iterable[Sequence[int]]) -> float:
+    """`most_throughput`, where the worthwhile lengths of each server are known."""
     fleet = [
-        [(length, server.speeds[length - 1]) for length in worthwhile_lengths(server.speeds)] for server in servers
+        [(length, server.speeds[length - 1]) for length in own] for server, own in zip(servers, lengths, strict=True)
     ]
     most = sum(max((length * speed for length, speed in own), default=0.0) for own in fleet) / blocks
     fastest = max((speed for own in fleet for _, speed in own), default=0.0)

@@ -7,6 +7,7 @@ is computed again elsewhere. The outcome is the throughput that is left after al
 from __future__ import annotations
 
 import heapq
+import math
 import random
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING
 from llmnode.core.placement.joining import choose_span
 from llmnode.core.placement.policy import PlanPolicy, RebalancePolicy
 from llmnode.core.placement.rebalancing import Rebalancer
-from llmnode.core.placement.servers import PlacedServer, block_speeds
+from llmnode.core.placement.servers import PlacedServer
 from llmnode.core.span import Span
 from llmnode.testing.placement.shared_view import SharedView
 
@@ -59,6 +60,8 @@ class SwarmConditions:
     announce_every_s: float = 15.0
     lifetime_s: float = 45.0
     """A node that left without a farewell is out of all views after this time."""
+    exchange_every_s: float = 0.0
+    """A view hears news this often, all that have come since. With 0 it hears each as it comes."""
     views: int = 4
     """Nodes share this many different views, which hear of each change at different times."""
 
@@ -175,7 +178,9 @@ class _Swarm:
         node = _Node(host, self._first_span(host, self._views[view]), view, next(self._number))
         self._nodes[host.peer] = node
         if self._rule in (Rule.PAPER, Rule.PLAN) and not host.ghost:
-            node.rebalancer = self._rebalancer(host.peer, self._views[view])
+            node.rebalancer = Rebalancer(
+                host.peer, self._conditions.blocks, self._rng, self._policy, by_paper=self._rule is Rule.PAPER
+            )
             self.at(self._now_s + self._rng.uniform(0, self._policy.check_every_s), self._check, node, node.life)
         if not host.ghost:
             self._could_hold += len(host.speeds)
@@ -208,8 +213,8 @@ class _Swarm:
             return
         assert node.rebalancer is not None
         servers = self._views[node.view].servers()
-        knows_itself = any(each.peer == node.host.peer and each.span == node.span for each in servers)
-        if node.online and knows_itself:
+        known = servers.by_peer.get(node.host.peer)
+        if node.online and known is not None and known.span == node.span:
             decision = node.rebalancer.decide(servers, self._now_s)
             absent = [peer for peer in decision.confirm if peer not in self._nodes or self._nodes[peer].host.ghost]
             for peer in absent:
@@ -249,19 +254,7 @@ class _Swarm:
         if self._rule is Rule.RANDOM:
             start = self._rng.randrange(blocks - length + 1)
             return Span(start, start + length)
-        return choose_span(length, block_speeds(blocks, view.servers()))
-
-    def _rebalancer(self, peer: PeerId, view: SharedView) -> Rebalancer:
-        return Rebalancer(
-            peer,
-            self._conditions.blocks,
-            self._rng,
-            self._policy,
-            by_paper=self._rule is Rule.PAPER,
-            plan=view.plan,
-            paper=lambda servers: view.paper(peer, servers),
-            speeds=view.speeds,
-        )
+        return choose_span(length, view.servers().speeds)
 
     def _tell(self, peer: PeerId, server: PlacedServer | None, delay_s: float = 0.0) -> None:
         """A change reaches each view after a while. One that is lost comes with a later announcement."""
@@ -270,7 +263,11 @@ class _Swarm:
             late_s = self._rng.uniform(0, self._conditions.stale_s) + delay_s
             while self._rng.random() < self._conditions.lost:
                 late_s += self._conditions.announce_every_s
-            self.at(self._now_s + late_s, view.hear, peer, server, sequence)
+            self.at(self._exchanged_s(self._now_s + late_s), view.hear, peer, server, sequence)
+
+    def _exchanged_s(self, time_s: float) -> float:
+        every_s = self._conditions.exchange_every_s
+        return math.ceil(time_s / every_s) * every_s if every_s else time_s
 
     # Throughput
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from llmnode.core.ids import PeerId
+from llmnode.core.placement.known_servers import KnownServers
 from llmnode.core.placement.plan import Plan, plan_moves
 from llmnode.core.placement.policy import PlanPolicy, RebalancePolicy
 from llmnode.core.placement.rebalancing import Rebalancer
@@ -107,9 +108,9 @@ def test_a_later_move_of_a_plan_is_made_without_the_earlier_ones_only_if_it_help
         PlacedServer(PeerId(name), span, one_speed(speed, 8))
         for name, span, speed in zip("abcd", spans, speeds, strict=True)
     ]
-    plan = Plan([Move(FIRST, Span(0, 8)), Move(SECOND, GAP)], 4.0, 11.0)
-    node = Rebalancer(SECOND, BLOCKS, random.Random(1), POLICY, plan=lambda _servers: plan)
-    assert first_move_s(node, servers) == (POLICY.turn_s if moves else None)
+    known = KnownServers(BLOCKS, servers)
+    known.plan = Plan([Move(FIRST, Span(0, 8)), Move(SECOND, GAP)], 4.0, 11.0)
+    assert first_move_s(rebalancer(SECOND), known) == (POLICY.turn_s if moves else None)
 
 
 def test_blocks_that_could_not_be_loaded_are_not_tried_again_for_a_while() -> None:
