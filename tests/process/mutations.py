@@ -16,6 +16,7 @@ import msgpack
 
 from llmnode import _native
 from llmnode.core.ids import SessionId
+from llmnode.core.links.write_size import LEAST_BYTES
 from llmnode.core.policy import LinkPolicy
 from llmnode.errors import RemoteProtocolError
 from llmnode.wire.frame import HEADER_BYTES, Frame, FrameDecoder, FrameType, encode
@@ -57,9 +58,10 @@ def shuffled_a_little(chance: Random, frames: list[Frame]) -> list[Frame]:
 
 
 def in_pieces(chance: Random, encoded: bytes) -> bytes:
-    """Cuts an encoded frame into PIECE frames, like a large one."""
-    at = chance.randrange(len(encoded))
-    return b"".join(encode(Frame(FrameType.PIECE, payload=part), POLICY) for part in (encoded[:at], encoded[at:]))
+    """Sends an encoded frame as PIECE frames, like a large one. All but the last have a least size."""
+    at = chance.randint(min(LEAST_BYTES, len(encoded)), len(encoded))
+    parts = [part for part in (encoded[:at], encoded[at:]) if part]
+    return b"".join(encode(Frame(FrameType.PIECE, payload=part), POLICY) for part in parts)
 
 
 # Mutations of a frame, before it is encoded

@@ -26,6 +26,7 @@ from libp2p.stream_muxer.exceptions import MuxedStreamEOF, MuxedStreamError
 
 from llmnode.core.budget import Kind
 from llmnode.core.ids import NO_SESSION
+from llmnode.core.links.heartbeats import Heartbeats
 from llmnode.core.links.pace import LinkPaces
 from llmnode.core.links.packing import ArrivalRate
 from llmnode.core.links.write_size import part_bytes
@@ -57,6 +58,8 @@ CHARGE_BYTES = 1 << 18
 """Memory is reserved in steps of this size. A link that holds no more than a quarter of it has that free."""
 LOOK_EVERY_S = 0.05
 """How often a link that waits for memory looks whether there is some."""
+FRAMES_AT_ONCE = 64
+"""Others run after this many frames: a read may bring 20,000 of the smallest."""
 AT_ONCE_BYTES = 1 << 15
 """A larger frame is left to the writing task: others run before it is encrypted."""
 
@@ -97,6 +100,8 @@ class Libp2pLink:
         self._decoder = FrameDecoder(policy)
         self._paces = LinkPaces(policy.pace_grace_s, policy.pace_bytes_per_s, 2 * policy.heartbeat_s)
         self._written_bytes = self._times_written = 0  # the bytes since the outbox was empty, and how often it was
+        self._sent_bytes = 0
+        self._heartbeats = Heartbeats(policy)
         self._arrivals = ArrivalRate(policy.packing)
         self._packer = Packer(policy)
         self._outbox = Outbox(policy)
@@ -224,7 +229,7 @@ class Libp2pLink:
         return type(error)(error.message, peer=error.peer, span=error.span)
 
     async def _read(self) -> None:
-        decoder = self._decoder
+        decoder, left = self._decoder, FRAMES_AT_ONCE
         try:
             while True:
                 chunk = await self._stream.read(READ_BYTES)
@@ -235,10 +240,14 @@ class Libp2pLink:
                 self._heard_s = now_s = trio.current_time()
                 for frame in decoder.feed(chunk):
                     if frame.type is FrameType.HEARTBEAT:
-                        self._take_rate(1000.0 * frame.start)
+                        self._hear_beat(frame, now_s)
                     else:
                         self.asked_s = now_s
                         await self._deliver(await self._take(frame))
+                    left -= 1
+                    if not left:
+                        await trio.lowlevel.checkpoint()
+                        left = FRAMES_AT_ONCE
                 self._give_back()
                 self._arrivals.note(len(chunk), now_s, inside=not decoder.at_boundary())
                 if self._arrivals.has_news:
@@ -252,8 +261,10 @@ class Libp2pLink:
         except MuxedStreamError as error:
             self._fail(_lost(error))
 
-    def _take_rate(self, bytes_per_s: float) -> None:
-        if bytes_per_s:
+    def _hear_beat(self, beat: Frame, now_s: float) -> None:
+        if not self._heartbeats.take(self._sent_bytes, now_s):
+            raise RemoteProtocolError("sends heartbeats without end")
+        if bytes_per_s := 1000.0 * beat.start:
             self._packer.take_rate(bytes_per_s)
             self._outbox.piece_bytes = part_bytes(bytes_per_s, self._policy.piece_bytes)
 
@@ -363,6 +374,7 @@ class Libp2pLink:
         """Nothing waits before it: give it to the stream, as far as that takes it."""
         data = self._outbox.encode_small(self._counted(frame, self._packer.pack_at_once(frame)))
         self._unwritten = memoryview(data)[self._stream.write_at_once(data) :]
+        self._sent_bytes += len(data)
         self._wrote_since_heartbeat = True
 
     async def _write(self) -> None:
@@ -379,6 +391,7 @@ class Libp2pLink:
                 return
             else:
                 self._written_bytes += len(data)
+                self._sent_bytes += len(data)
                 if self._written != self._outbox.taken:
                     self._written = self._outbox.taken
                     self._has_written.unpark_all()

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from llmnode import _native
 from llmnode.core.ids import NO_SESSION, SESSION_ID_BYTES, Epoch, SessionId, Step
+from llmnode.core.links.write_size import LEAST_BYTES
 from llmnode.core.policy import LinkPolicy
 from llmnode.errors import LocalProtocolError, RemoteProtocolError
 
@@ -191,6 +192,7 @@ class FrameDecoder:
         self._body = bytearray()
         self._body_bytes = 0
         self._finished = 0  # frames
+        self._least_piece_bytes = min(LEAST_BYTES, policy.piece_bytes)
 
     @property
     def held_bytes(self) -> int:
@@ -228,12 +230,21 @@ class FrameDecoder:
                 yield frame
             elif self._pieces is not None:
                 yield from self._pieces.feed(frame.payload)
+                if len(frame.payload) < self._least_piece_bytes:
+                    self._check_small_piece(len(frame.payload))
             else:
                 raise RemoteProtocolError("a piece of a frame within a piece")
 
     def at_boundary(self) -> bool:
         """Whether the stream may end here without cutting a frame in two."""
         return not self._header and (self._pieces is None or self._pieces.at_boundary())
+
+    def _check_small_piece(self, size_bytes: int) -> None:
+        """A frame's last piece may be small. Others would cost us time, and bring hardly a byte."""
+        assert self._pieces is not None
+        if not size_bytes or not self._pieces.at_boundary():
+            least = self._least_piece_bytes
+            raise RemoteProtocolError(f"a piece of {size_bytes} bytes, at least {least} required amid a frame")
 
     def _checked_body_bytes(self) -> int:
         """Refuse a bad header before a byte of its body is waited or allocated for."""

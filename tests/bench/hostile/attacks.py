@@ -184,7 +184,7 @@ async def unread(attacker: Attacker) -> None:
 
 
 async def flood(attacker: Attacker) -> None:
-    """Frames without end, most of them malformed."""
+    """Frames without end, most of them malformed. Those of `hollow` would end the link at once."""
     kinds = [kind for kind in FrameType if kind not in (FrameType.PIECE, FrameType.HEARTBEAT)]
 
     async def send(link: Libp2pLink, _span: Span) -> None:
@@ -193,6 +193,19 @@ async def flood(attacker: Attacker) -> None:
             for _ in range(20):
                 garbage = rng.randbytes(16), rng.randbytes(64)
                 await link.send(Frame(rng.choice(kinds), attacker.name(), Epoch(0), Step(0), 0, 0, *garbage))
+            await trio.sleep(0.02)
+
+    await attacker.at_each(send)
+
+
+async def hollow(attacker: Attacker) -> None:
+    """Frames without end that ask for nothing: heartbeats, or pieces of frames without a byte."""
+    kind = attacker.rng.choice((FrameType.HEARTBEAT, FrameType.PIECE))
+
+    async def send(link: Libp2pLink, _span: Span) -> None:
+        while True:
+            for _ in range(200):
+                await link.send(Frame(kind))
             await trio.sleep(0.02)
 
     await attacker.at_each(send)
@@ -263,7 +276,8 @@ async def records(attacker: Attacker) -> None:
 
 
 ATTACKS: dict[str, Callable[[Attacker], Awaitable[None]]] = {
-    each.__name__: each for each in (silent, links, unfinished, unread, flood, views, bait, hog, records, *SERVERS)
+    each.__name__: each
+    for each in (silent, links, unfinished, unread, flood, hollow, views, bait, hog, records, *SERVERS)
 }
 
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from llmnode import _native
 from llmnode.core.ids import NO_SESSION, Epoch, SessionId, Step
+from llmnode.core.links.write_size import LEAST_BYTES
 from llmnode.core.policy import LinkPolicy
 from llmnode.errors import LocalProtocolError, RemoteProtocolError
 from llmnode.wire.frame import HEADER_BYTES, Frame, FrameDecoder, FrameType, encode
@@ -344,16 +345,15 @@ def test_frames_in_pieces_arrive_whole_between_others(
 ) -> None:
     """Two streams in one, each in order, however the pieces are cut and mixed."""
     large, small = [replace(each, session=LARGE) for each in large], [replace(each, session=SMALL) for each in small]
-    rest, sent = stream_of(large), b""
+    rest, sent, policy = stream_of(large), b"", replace(POLICY, piece_bytes=data.draw(st.integers(1, 200)))
     waiting = list(small)
     while rest or waiting:
         if rest and (not waiting or data.draw(st.booleans())):
-            piece_bytes = data.draw(st.integers(1, POLICY.max_payload_bytes))
-            sent += encode(Frame(FrameType.PIECE, payload=rest[:piece_bytes]), POLICY)
-            rest = rest[piece_bytes:]
+            sent += encode(Frame(FrameType.PIECE, payload=rest[: policy.piece_bytes]), POLICY)
+            rest = rest[policy.piece_bytes :]
         else:
             sent += encode(waiting.pop(0), POLICY)
-    arrived = decoded(sent)
+    arrived = decoded(sent, policy)
     assert [frame for frame in arrived if frame.session == LARGE] == large
     assert [frame for frame in arrived if frame.session == SMALL] == small
 
@@ -382,7 +382,21 @@ def test_a_piece_that_is_too_large_or_packed_is_refused() -> None:
         list(FrameDecoder(policy).feed(encode(replace(piece, packed=True), policy)))
 
 
+def test_only_a_frame_s_last_piece_may_be_small_and_none_is_empty() -> None:
+    policy = LinkPolicy()
+    large = encode(replace(FRAME, payload=bytes(LEAST_BYTES)), policy)
+    first, last, small, empty = (
+        encode(Frame(FrameType.PIECE, payload=each), policy)
+        for each in (large[:LEAST_BYTES], large[LEAST_BYTES:], large[: LEAST_BYTES - 1], b"")
+    )
+    assert len(list(FrameDecoder(policy).feed(first + last))) == 1
+    for refused in (small, empty, first + empty):
+        with pytest.raises(RemoteProtocolError, match="a piece of"):
+            list(FrameDecoder(policy).feed(refused))
+
+
 def test_a_stream_that_ends_within_a_frame_in_pieces_is_cut_short() -> None:
-    decoder = FrameDecoder(POLICY)
-    assert list(decoder.feed(encode(Frame(FrameType.PIECE, payload=encode(FRAME, POLICY)[:-1]), POLICY))) == []
+    piece = Frame(FrameType.PIECE, payload=encode(FRAME, POLICY)[:-1])
+    decoder = FrameDecoder(replace(POLICY, piece_bytes=len(piece.payload)))
+    assert list(decoder.feed(encode(piece, POLICY))) == []
     assert not decoder.at_boundary()

@@ -68,6 +68,11 @@ class LinkPolicy:
 
     heartbeat_s: float = 2.0
     """An idle link sends a heartbeat this often."""
+    heartbeats_burst: int = 64
+    """Heartbeats that the other side may send at once, beside one for each `PackPolicy.rate_bytes` that we send. A
+    further one ends the link."""
+    heartbeats_each: float = 16.0
+    """Then it may send this many in each `heartbeat_s`."""
     silence_s: float = 6.0
     """A link that brought no byte for this long is dead: libp2p reports nothing when a peer is frozen or cut off."""
     write_timeout_s: float = 10.0
@@ -97,7 +102,7 @@ class LinkPolicy:
     max_meta_bytes: int = 64 << 10
     piece_bytes: int = 128 << 10
     """Larger frames are sent in pieces, so that a step of another session waits for one piece only. On a slow link the
-    pieces are smaller (`core/links/write_size.py`)."""
+    pieces are smaller, but not below 8 KiB: receivers refuse that (`core/links/write_size.py`)."""
     packing: PackPolicy = field(default_factory=PackPolicy)
     budget: BudgetPolicy = field(default_factory=BudgetPolicy)
     dials: DialPolicy = field(default_factory=DialPolicy)
