@@ -34,7 +34,7 @@ MEMORY_SHARE = 0.8
 """A server takes this share of the free memory: other programs grow too."""
 GRAPH_BYTES = BudgetPolicy().graph_bytes
 """A server keeps this much of its device's memory free for gradients."""
-PEERS_BYTES = BudgetPolicy().memory_bytes + GRAPH_BYTES + BudgetPolicy().beside_bytes
+PEERS_BYTES = BudgetPolicy().memory_bytes + GRAPH_BYTES + BudgetPolicy().beside_bytes + BudgetPolicy().tables_bytes
 """A node keeps this much of the machine's memory free for everything that peers make it hold."""
 WEIGHTS, KV, LOG = "weights", "kv", "log"
 """The parts of a server's memory. LOG has the logged outputs of its blocks."""

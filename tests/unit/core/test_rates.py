@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import ast
+import gc
+import tracemalloc
 from collections import Counter
+from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+import llmnode
+from llmnode.core.policy import BudgetPolicy
 from llmnode.core.rates import KEYS, Rates
+
+TABLES = ("Rates", "SharedRate", "FadingCounts")
+"""The classes of tables that forget all but the latest keys."""
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.floats(0, 3)), max_size=80), st.integers(1, 5), st.floats(0.1, 5))
@@ -71,3 +80,24 @@ def test_a_clock_that_is_set_back_costs_nobody_a_wait() -> None:
     assert rates.take("key", 3600.0)
     assert rates.take("key", 0.0)
     assert rates.wait_s("key", 0.0) == 1
+
+
+def test_full_tables_take_what_the_figure_for_memory_has_for_them() -> None:
+    """A key is an address group, or a place: its name is longer than most."""
+    gc.collect()
+    tracemalloc.start()
+    try:
+        rates = Rates(16, 1e-6)
+        for number in range(KEYS):
+            rates.count((f"2a00:1450:{number:04x}::/48", 4001), float(number))
+        one_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert rates.wait_s("another", 0.0) == 0
+    package = Path(llmnode.__file__).parent
+    paths = [*package.rglob("*.py"), *(package / "node").resolve().rglob("*.py")]
+    calls = [each for path in paths for each in ast.walk(ast.parse(path.read_text())) if isinstance(each, ast.Call)]
+    tables = sum(ast.unparse(each.func).partition("[")[0] in TABLES for each in calls)
+    assert tables >= 20
+    print(f"{tables} tables of {one_bytes / 2**20:.2f} MiB")
+    assert tables * one_bytes < BudgetPolicy().tables_bytes
