@@ -17,7 +17,7 @@ from llmnode.client.versions import CACHE
 from llmnode.errors import ConfigError
 from llmnode.wire import deep_prompts
 from process.pairs import open_pair, prompted, with_head
-from process.test_training import FURTHEST, _batch, _error
+from process.test_training import FAMILIES, FURTHEST, _batch, _error
 from process.tuned import greedy, logits_of, weights_of
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ PROMPTS = {
 }
 
 
-@pytest.fixture(scope="module", params=["llama", "gpt2", "bloom"])
+@pytest.fixture(scope="module", params=FAMILIES)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     with open_pair(request.param, tmp_path_factory.mktemp(request.param)) as opened:
         yield opened

@@ -14,7 +14,7 @@ from llmnode.core.operations import NO_DROPOUT, Dropout
 from llmnode.errors import ConfigError
 from llmnode.models.families import family_of
 from reference.lora import FURTHEST, error
-from reference.peft_batch import Found, batch_for, learn_cut, learn_whole, parts_of, with_adapters
+from reference.peft_batch import TARGETS, Found, batch_for, learn_cut, learn_whole, parts_of, with_adapters
 from reference.small import make_model, open_saved, save_model
 from unit.dropped import drop_by_hand
 
@@ -27,7 +27,7 @@ DROPOUTS = [Dropout(0.1, (1,)), NO_DROPOUT, Dropout(0.5, (2,)), NO_DROPOUT, Drop
 """Those of `ROWS`: two of three sequences of the adapter "one", and both of "two"."""
 
 
-@pytest.mark.parametrize("case", ["llama", "gpt2"])
+@pytest.mark.parametrize("case", TARGETS)
 def test_a_batch_with_dropout_of_several_probabilities_is_as_each_sequence_in_peft(case: str, tmp_path: Path) -> None:
     whole = make_model(case, tied=False)
     whole.save_pretrained(tmp_path)
