@@ -106,11 +106,28 @@ def with_head(pair: Pair, head: str, **options: Any) -> tuple[Any, Any]:
     return theirs, ours
 
 
+def after_blocks(model: Any, blocks: int, module: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    """The scores of a model of transformers in which `module` changes the states after this many `blocks`."""
+
+    def changed(_block: object, _args: object, output: Any) -> Any:
+        return (module(output[0]), *output[1:]) if isinstance(output, tuple) else module(output)
+
+    handle = blocks_of(model)[blocks - 1].register_forward_hook(changed)
+    try:
+        scores: torch.Tensor = model(ids, use_cache=False).logits
+    finally:
+        handle.remove()
+    return scores
+
+
+def blocks_of(model: Any) -> Any:
+    family = family_of(model.config)
+    return getattr(model.get_submodule(family.decoder), family.blocks)
+
+
 @contextmanager
 def prompted(model: Any, prompts: torch.Tensor) -> Iterator[None]:
     """Deep prompts, (blocks, rows, positions, hidden_size), in a model of transformers. Pad on the right."""
-    family = family_of(model.config)
-    blocks = getattr(model.get_submodule(family.decoder), family.blocks)
 
     def added(index: int, _block: object, args: Any, kwargs: Any) -> tuple[Any, Any]:
         states = args[0] if args else kwargs["hidden_states"]
@@ -119,7 +136,7 @@ def prompted(model: Any, prompts: torch.Tensor) -> Iterator[None]:
         return ((states, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": states})
 
     with ExitStack() as stack:
-        for index, block in enumerate(blocks):
+        for index, block in enumerate(blocks_of(model)):
             handle = block.register_forward_pre_hook(partial(added, index), with_kwargs=True)
             stack.callback(handle.remove)
         yield

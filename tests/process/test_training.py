@@ -17,7 +17,7 @@ from llmnode.client.versions import cache_of
 from llmnode.errors import ConfigError
 from process.company import at_once, in_company
 from process.lora import ADAPTERS, learn_once
-from process.pairs import open_pair, prompted, with_head
+from process.pairs import after_blocks, open_pair, prompted, with_head
 from reference.small import BLOCKS, VOCABULARY
 
 if TYPE_CHECKING:
@@ -124,18 +124,20 @@ def test_ends_learn_and_sessions_use_what_they_have_learned(pair: Pair) -> None:
     assert pair.served.generate(prompt, **options).tolist() == before.tolist()
 
 
-def test_a_forward_of_ones_own_has_modules_between_spans(pair: Pair) -> None:
+def test_a_module_between_spans_has_the_gradients_of_one_process(pair: Pair) -> None:
     ids = _batch("right")["input_ids"][:1]
-    model, module = pair.served, torch.nn.Linear(64, 64)
-    with torch.no_grad():
-        module.weight.copy_(torch.eye(64))
-        module.bias.zero_()
-    middle = module(model.remote_blocks[:3](model.embed(ids)))
-    scores = model.score(model.remote_blocks[3:](middle))
-    assert _error(scores, pair.alone(ids).logits) < FURTHEST
-    scores.sum().backward()
-    assert module.bias.grad is not None
-    assert module.bias.grad.norm() > 0
+    torch.manual_seed(6)
+    theirs, ours = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+    ours.load_state_dict(theirs.state_dict())
+    expected = after_blocks(pair.alone, 3, theirs, ids)
+    model = pair.served
+    scores = model.score(model.remote_blocks[3:](ours(model.remote_blocks[:3](model.embed(ids)))))
+    assert _error(scores, expected) < FURTHEST
+    weights = torch.randn(scores.shape, generator=torch.Generator().manual_seed(7))
+    for each in (expected, scores):
+        (each * weights).sum().backward()
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert _error(one.grad, other.grad) < FURTHEST
 
 
 @pytest.mark.parametrize("rows", [1, len(LENGTHS)], ids=["one for all", "each"])
