@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
-CLIENTS = 3
 STEPS = 4
 LENGTHS = (9, 4, 6)
 LEARNING_RATE = 0.05
@@ -84,20 +83,26 @@ def _error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return ((ours - theirs).norm() / theirs.norm()).item()
 
 
-def test_clients_whose_adapters_come_and_go_are_each_as_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through servers whose spans overlap, as microbatches, in batches that have adapters of all clients."""
+@pytest.mark.parametrize(("clients", "together"), [(3, 3), pytest.param(8, 7, marks=pytest.mark.daily)])
+def test_clients_whose_adapters_come_and_go_are_each_as_alone(
+    clients: int, together: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through servers whose spans overlap, as microbatches, in batches that have adapters of this many together.
+
+    One of eight clients comes first, and its pass is computed alone.
+    """
     torch.set_num_threads(1)
     monkeypatch.setattr("llmnode.session.passes.MOST_POSITIONS", 12)
     make_model("llama", tied=False).save_pretrained(tmp_path)
-    expected = [_live(make_model("llama", tied=False), seed) for seed in range(CLIENTS)]
+    expected = [_live(make_model("llama", tied=False), seed) for seed in range(clients)]
     config: dict[str, Any] = {"worker": "thread", "threads": 1, "kv_tokens": 2000}
     with ExitStack() as stack:
         first = stack.enter_context(Node(str(tmp_path), blocks="0:3", **config))
         stack.enter_context(Node(str(tmp_path), blocks=f"2:{BLOCKS}", peers=first.addresses, **config))
-        models = [stack.enter_context(llmnode.connect(str(tmp_path), peers=first.addresses)) for _ in range(CLIENTS)]
-        with in_company(CLIENTS, monkeypatch) as adapters_in_a_batch:
+        models = [stack.enter_context(llmnode.connect(str(tmp_path), peers=first.addresses)) for _ in range(clients)]
+        with in_company(clients, monkeypatch) as adapters_in_a_batch:
             found = at_once([partial(_live, model, seed) for seed, model in enumerate(models)])
-    assert set(adapters_in_a_batch.values()) == {CLIENTS}
+    assert min(adapters_in_a_batch.values()) >= together
     for ours_of_client, theirs_of_client in zip(found, expected, strict=True):
         for ours, theirs in zip(ours_of_client, theirs_of_client, strict=True):
             assert ours.keys() == theirs.keys()
