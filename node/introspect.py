@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import psutil
 import trio
 
+from llmnode.core.budget import Resource
 from llmnode.node.status import figures_json, figures_line
 from llmnode.node.terminal import show_json, tell
 
@@ -24,11 +25,12 @@ SIGNAL = getattr(signal, "SIGUSR1", None)
 @dataclass(frozen=True, slots=True)
 class Readout:
     """Counts of what is open. `tasks` are trio's; `relayed` are the links that go through a relay; `peers` are those
-    known to serve, ourselves among them.
+    known to serve, ourselves among them. `adapter_bytes` are those of the adapters that workers keep.
     """
 
     sessions: int
     kv_tokens_reserved: int
+    adapter_bytes: int
     links: int
     relayed: int
     connections: int
@@ -44,6 +46,7 @@ def introspect(node: RunningNode) -> Readout:
     return Readout(
         sessions=len(node.server.sessions),
         kv_tokens_reserved=sum(worker.kv_tokens - worker.kv_tokens_free for worker in held),
+        adapter_bytes=node.network.budget.process.held[Resource.ADAPTERS],
         links=opened.links,
         relayed=opened.relayed,
         connections=opened.connections,

@@ -130,7 +130,7 @@ def test_training_through_servers_learns_as_one_process_does_and_leaves_nothing(
     done = bench(*command)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
-    one, alone, both, decodes, beside, small, large, memory = report["rows"]
+    one, alone, both, decodes, beside, small, large, memory, adapters = report["rows"]
     assert one["of one process"]["median"] > 0
     assert alone["of one client"]["median"] == 1 and both["of one client"]["median"] > 0
     assert decodes["p95, of alone"]["median"] > 0 and beside["speed, of alone"]["median"] > 0
@@ -140,8 +140,10 @@ def test_training_through_servers_learns_as_one_process_does_and_leaves_nothing(
         assert row["received, MiB"] > mib, "its gradients, and those for hidden states"
         assert 0 < row["sent, MiB"] < 0.9, "64 hidden states, six times: a version that is known is not sent again"
     assert memory["MiB"]["median"] > 0
+    assert adapters["MiB"]["low"] > 1, "the servers hold their halves of the last versions"
     aims = {aim["name"]: aim for aim in report["aims"]}
     assert aims["losses, off from one process"]["holds"]
+    assert aims["adapter cache of a server within its budget, MiB"]["holds"]
     for name in ("sessions", "kv_tokens_reserved"):
         assert aims[f"{name} when the clients have gone"]["value"] == 0
 

@@ -38,6 +38,16 @@ def test_device_compares_servers_with_transformers_in_the_same_precision() -> No
     assert 1e-4 < in_bf16["gradients, off by"] < 0.1, "it computes in 16 bits, and much the same"
 
 
+def test_the_memory_of_servers_that_train_is_measured_alone() -> None:
+    done = in_process.llmnode("bench", "training", "--only", "memory", "--thin", "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    memory, adapters = report["rows"]
+    assert memory["what"] == "servers' memory over 4 steps of 2 clients, all layers"
+    assert adapters["MiB"]["low"] > 1
+    assert {aim["name"] for aim in report["aims"]} >= {"adapter cache of a server within its budget, MiB"}
+
+
 def test_table1_is_exact_whatever_fails_and_counts_what_was_drawn() -> None:
     done = in_process.llmnode("bench", "table1", "--thin", "--repeats", "1", "--json")
     assert done.returncode == 0, done.stderr

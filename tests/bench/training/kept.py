@@ -1,7 +1,7 @@
 """Servers should keep nothing of clients that train: their memory over many steps, and what is open after the last.
 
 A server keeps the versions of adapters that clients brought, up to their share of its memory, and for some minutes. So
-its memory is sampled from when that share is full.
+its memory is sampled from when that share is full. The share itself is read from the servers' own accounts.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import trio
 
 from bench.kit.report import Row, at_most, exactly, spread
 from bench.training.trainer import ALL_LAYERS, Adapter, remote_trainer, tokens_per_s
+from llmnode.core.policy.budget import BudgetPolicy
 from llmnode.node.processes import with_worker
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 MOST_GROWTH = 0.02
 OPEN = ("sessions", "kv_tokens_reserved")
 SETTLE_S, POLL_S = 30.0, 0.2
+_BUDGET_MIB = BudgetPolicy().adapter_bytes / 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +38,18 @@ class KeptSize:
 
     ranks: Sequence[int] = (4, 8, 12, 16)
     warm_up: int = 12
-    rounds: int = 40
+    rounds: int = 125
     steps: int = 2
 
 
 @dataclass(slots=True)
 class Kept:
-    """`memory` is that of all servers after each round, in MiB. `left` is what is open when the clients have gone."""
+    """`memory` is that of all servers after each round. `adapters` is the most that one of them then keeps of adapters.
+    Each is in MiB. `left` is what is open when the clients have gone.
+    """
 
     memory: list[float]
+    adapters: list[float]
     clients: int
     steps: int
     left: dict[str, int]
@@ -58,9 +63,11 @@ class Kept:
     def rows(self) -> Iterator[Row]:
         what = f"servers' memory over {self.steps} steps of {self.clients} clients, all layers"
         yield {"what": what, "MiB": spread(self.memory), "growth": self.growth}
+        yield {"what": "adapters in the cache of a server", "MiB": spread(self.adapters)}
 
     def aims(self) -> Iterator[Aim]:
         yield at_most("growth of the servers' memory, of the last quarter over the first", self.growth, MOST_GROWTH)
+        yield at_most("adapter cache of a server within its budget, MiB", max(self.adapters), _BUDGET_MIB)
         for name, value in self.left.items():
             yield exactly(f"{name} when the clients have gone", value)
 
@@ -70,6 +77,7 @@ async def measure_kept(
 ) -> Kept:
     """Train with several clients at once, in rounds."""
     memory: list[float] = []
+    kept: list[float] = []
 
     def train() -> None:
         with ExitStack() as stack:
@@ -79,14 +87,20 @@ async def measure_kept(
                 tokens_per_s(trainers, texts[:1], size.steps)
                 if number >= size.warm_up:
                     memory.append(sum(map(_resident_mib, servers)))
+                    kept.append(max(trio.from_thread.run(_adapters_mib, server) for server in servers))
 
     await trio.to_thread.run_sync(train)
     clients = len(size.ranks)
-    return Kept(memory, clients, size.rounds * size.steps * clients, await _left(servers))
+    return Kept(memory, kept, clients, size.rounds * size.steps * clients, await _left(servers))
 
 
 def _resident_mib(server: ServerProcess) -> float:
     return sum(float(each.memory_info().rss) for each in with_worker(server.pid)) / 2**20
+
+
+async def _adapters_mib(server: ServerProcess) -> float:
+    readout = await server.introspect()
+    return float(readout["adapter_bytes"]) / 2**20
 
 
 async def _left(servers: Sequence[ServerProcess]) -> dict[str, int]:

@@ -51,6 +51,7 @@ SERVERS = 2
 RANKS = (8, 4, 16, 2, 12, 6, 24, 3)
 """The rank of each client."""
 LARGE_ADAPTER = Adapter(16, ALL_LAYERS)
+MEMORY = "memory"
 PROMPT_TOKENS, POSITIONS = 32, 4096
 """Those of the session that decodes: before it begins, and at most in all. It decodes while a client trains."""
 MIB = 1 << 20
@@ -83,6 +84,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_repeats(parser, 3)
     add_thin(parser)
     add_threads(parser, "torch threads of each server")
+    parser.add_argument("--only", choices=["", MEMORY], default="", help="measure the servers' memory alone")
 
 
 async def run(options: Options) -> Report:
@@ -92,18 +94,26 @@ async def run(options: Options) -> Report:
         async with private_swarm(spans, threads=options.threads) as servers:
             await all_ready(servers)
             rig = _Rig(options, folder, [server.address for server in servers])
-            try:
-                await trio.to_thread.run_sync(rig.measure_batches)
-                await trio.to_thread.run_sync(rig.measure_clients)
-                async with aconnect(rig.peers, parts=load_parts(folder)) as client:
-                    for number in rounds(options.repeats, thin=options.thin):
-                        await rig.measure_sharing(client, discard=number < 0)
-                await trio.to_thread.run_sync(rig.measure_bytes)
-            finally:
-                await trio.to_thread.run_sync(rig.close)
+            if options.only != MEMORY:
+                await _measure_speeds(rig, options, folder)
             kept = await measure_kept(servers, rig.peers, rig.texts, rig.size.kept)
+    if options.only == MEMORY:
+        return Report([*kept.rows()], [*kept.aims()], {"ranks": rig.size.kept.ranks, "layers": "all"})
     conditions = {"ranks": RANKS[: max(rig.size.clients)], "layers": "q, v"}
     return Report([*rig.rows(), *kept.rows()], [*rig.aims(), *kept.aims()], conditions)
+
+
+async def _measure_speeds(rig: _Rig, options: Options, folder: ModelFolder) -> None:
+    """All but the servers' memory."""
+    try:
+        await trio.to_thread.run_sync(rig.measure_batches)
+        await trio.to_thread.run_sync(rig.measure_clients)
+        async with aconnect(rig.peers, parts=load_parts(folder)) as client:
+            for number in rounds(options.repeats, thin=options.thin):
+                await rig.measure_sharing(client, discard=number < 0)
+        await trio.to_thread.run_sync(rig.measure_bytes)
+    finally:
+        await trio.to_thread.run_sync(rig.close)
 
 
 class _Rig:
