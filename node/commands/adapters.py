@@ -1,4 +1,4 @@
-"""`llmnode adapters`: the adapters that servers announce, by model, and those that the hub has for a base.
+"""`llmnode adapters`: the adapters that servers announce, by model, those that the hub has for a base, and commits.
 
 `core/served_adapters.py` finds one by its name.
 """
@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from llmnode.core.hub_names import ADAPTER_TAG, HUB, split_hub_name
 from llmnode.core.texts.visible import printable
@@ -17,17 +17,18 @@ from llmnode.node.terminal import open_console, show_json
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from typing import Any
 
     from rich.table import Table
 
     from llmnode.core.announcement import Announcement
     from llmnode.core.served_adapters import ServedAdapter
-    from llmnode.models.sources.hub_list import HubAdapter
+    from llmnode.models.sources.hub_list import HubAdapter, HubVersion
     from llmnode.net.invite import Invite
     from llmnode.node.commands.options import Commands
 
+T = TypeVar("T")
 MOST_SHOWN = 200
 """Peers may announce any number. The table names this many; `--json` has all that the view has.
 
@@ -49,6 +50,7 @@ def add(commands: Commands) -> None:
         "  llmnode adapters INVITE\n  llmnode adapters --peers ADDRESS --json\n"
         "  llmnode adapters --hub ORG/NAME                  (what the hub has for this base; asks no swarm)\n"
         "  llmnode adapters INVITE --hub ORG/NAME --json    (both)\n"
+        "  llmnode adapters --versions ORG/ADAPTER          (the commits of one adapter on the hub)\n"
         "  (names, ranks and blocks are the word of the servers that announce them, and of authors on the hub)",
     )
     add_peers(parser, "servers or relays to ask")
@@ -59,6 +61,12 @@ def add(commands: Commands) -> None:
         help=f"list the adapters that the Hugging Face hub has for this base model, with their newest commits; the "
         f"{MOST_SHOWN} most downloaded ones. The swarm is then asked only if peers, an invite or --mdns are given",
     )
+    parser.add_argument(
+        "--versions",
+        metavar="ORG/ADAPTER",
+        help=f"list the commits of this adapter on the Hugging Face hub, the {MOST_SHOWN} newest ones. The swarm is "
+        "then asked as with --hub",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
 
 
@@ -67,42 +75,64 @@ def run(arguments: argparse.Namespace) -> int:
     from llmnode.core.view import online
     from llmnode.node.stopping import run_async
 
-    base = None if arguments.hub is None else _base(arguments.hub)
-    found = on_hub = None
-    if base is None or arguments.invite or arguments.peers or arguments.swarm_key or arguments.mdns:
+    base = None if arguments.hub is None else _on_hub(arguments.hub, "--hub")
+    adapter = None if arguments.versions is None else _on_hub(arguments.versions, "--versions")
+    found = on_hub = versions = None
+    if (
+        (base is None and adapter is None)
+        or arguments.invite
+        or arguments.peers
+        or arguments.swarm_key
+        or arguments.mdns
+    ):
         found = served_adapters(online(run_async(_ask, way_in(arguments))))
     if base is not None:
         on_hub = run_async(_ask_hub, base)
+    if adapter is not None:
+        versions = run_async(_ask_versions, adapter)
     if arguments.json:
         of_swarm = {} if found is None else {"adapters": [_json(each) for each in found]}
         of_hub = {} if on_hub is None else {"hub": {"base": base, "adapters": [asdict(each) for each in on_hub]}}
-        show_json(of_swarm | of_hub)
+        of_adapter = {} if versions is None else {"versions": {"adapter": adapter, "commits": [*map(asdict, versions)]}}
+        show_json(of_swarm | of_hub | of_adapter)
         return 0
     if found is not None:
         _show(found)
     if base is not None and on_hub is not None:
         _show_hub(base, on_hub)
+    if adapter is not None and versions is not None:
+        _show_versions(adapter, versions)
     return 0
 
 
-def _base(text: str) -> str:
-    """The name of a base on the hub. Raises ConfigError."""
+def _on_hub(text: str, option: str) -> str:
+    """The name of a model on the hub. Raises ConfigError."""
     name = split_hub_name(text.removeprefix(HUB))
     if name is None:
-        raise ConfigError(f"--hub {text!r} is no name of a model on the hub: give ORG/NAME")
+        raise ConfigError(f"{option} {text!r} is no name of a model on the hub: give ORG/NAME")
     if name.revision is not None:
-        raise ConfigError(f"adapters on the hub name their base without a revision: give --hub {name.repo}")
+        raise ConfigError(f"the hub is asked for a name without a revision: give {option} {name.repo}")
     return name.repo
 
 
 async def _ask_hub(base: str) -> Sequence[HubAdapter]:
+    from llmnode.models.sources.hub_list import adapters_on_hub
+
+    return await _in_time(lambda: adapters_on_hub(base, MOST_SHOWN))
+
+
+async def _ask_versions(adapter: str) -> Sequence[HubVersion]:
+    from llmnode.models.sources.hub_list import versions_on_hub
+
+    return await _in_time(lambda: versions_on_hub(adapter, MOST_SHOWN))
+
+
+async def _in_time(ask: Callable[[], Sequence[T]]) -> Sequence[T]:
     import trio
     from huggingface_hub import constants
 
-    from llmnode.models.sources.hub_list import adapters_on_hub
-
     with trio.move_on_after(_HUB_DEADLINE_S):
-        return await trio.to_thread.run_sync(adapters_on_hub, base, MOST_SHOWN, abandon_on_cancel=True)
+        return await trio.to_thread.run_sync(ask, abandon_on_cancel=True)
     raise ConfigError(
         f"{constants.ENDPOINT} has not listed adapters within {_HUB_DEADLINE_S:g} s: check the network, and run again"
     )
@@ -160,6 +190,17 @@ def _show_hub(base: str, found: Sequence[HubAdapter]) -> None:
         "This is the word of their authors. `--adapter ORG/NAME` reads and checks one: servers compute plain LoRA. "
         "ORG/NAME@COMMIT is one version of it; --json has whole commits."
     )
+
+
+def _show_versions(adapter: str, versions: Sequence[HubVersion]) -> None:
+    from rich.markup import escape
+
+    table = _columns("commit", "made", "title", whole="commit")
+    for each in versions:
+        table.add_row(*(escape(printable(value)) for value in (each.revision, each.made, each.title)))
+    console = open_console(stderr=False, highlight=False)
+    console.print(table)
+    console.print(escape(f"`--adapter {adapter}@COMMIT` uses one of them. Titles are the word of their authors."))
 
 
 def _table(found: Sequence[ServedAdapter]) -> Table:

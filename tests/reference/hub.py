@@ -54,6 +54,8 @@ class Repository:
     refs: tuple[str, ...] = ("main",)
     error: tuple[int, str] | None = None
     downloads: int = 0
+    titles: tuple[str, ...] = ("Upload model",)
+    """Those of its commits, the newest first."""
 
     @property
     def tags(self) -> list[str]:
@@ -251,7 +253,19 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(self.hub.status)
         return self.hub.status is not None
 
+    def _commits(self, name: str) -> None:
+        repository = self.hub.repositories.get(name)
+        if repository is None:
+            return self._answer(401, _NO_REPOSITORY)
+        older = [hashlib.sha1(title.encode()).hexdigest() for title in repository.titles[1:]]
+        more = {"date": "2026-01-31T12:00:00.000Z", "authors": [{"user": "me"}], "message": ""}
+        commits = zip([repository.commit, *older], repository.titles, strict=True)
+        found = [{"id": commit, "title": title, **more} for commit, title in commits]
+        return self._answer_json(found if self.hub.listing is None else self.hub.listing)
+
     def _model_info(self, path: str) -> None:
+        if path.endswith("/commits/main"):
+            return self._commits(path.removesuffix("/commits/main"))
         name, _, revision = path.partition("/revision/")
         repository = self.hub.repositories.get(name)
         if repository is None:

@@ -105,6 +105,27 @@ def test_no_more_than_a_table_holds_are_asked_for(
     assert "limit=1&" in f"{hub.asked[-1].query}&"
 
 
+def test_the_versions_of_an_adapter_are_listed_the_newest_first(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub.repositories["me/pirate"].titles = ("Trained \x1b[2Jlonger", "[bold]First")
+    versions = json.loads(_output(capsys, "--versions", "me/pirate", "--json")[0])["versions"]
+    assert versions["adapter"] == "me/pirate"
+    newest, first = versions["commits"]
+    assert newest == {"revision": COMMIT, "made": "2026-01-31", "title": "Trained \x1b[2Jlonger"}
+    table = _output(capsys, "--versions", "hub:me/pirate")[0]
+    assert table.index(COMMIT) < table.index(first["revision"])
+    assert "\x1b" not in table
+    assert "[bold]First" in table
+    assert "--adapter me/pirate@COMMIT" in table
+    assert "me/rare" not in table
+    monkeypatch.setattr(adapters, "MOST_SHOWN", 1)
+    assert len(json.loads(_output(capsys, "--versions", "me/pirate", "--json")[0])["versions"]["commits"]) == 1
+    assert "the hub has no model me/none" in _output(capsys, "--versions", "me/none")[1]
+    hub.listing = [{"id": COMMIT}]
+    assert "does not list commits as a hub does: check HF_ENDPOINT" in _output(capsys, "--versions", "me/pirate")[1]
+
+
 def test_names_of_strangers_do_not_steer_the_terminal(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
     hub.listing = [{"id": "me/\x1b[2J\u202eevil", "tags": [f"base_model_revision:\x1b[{7}m"], "sha": "[bold]\x07"}]
     table = _output(capsys, "--hub", NAME)[0]
@@ -134,6 +155,7 @@ def test_without_a_network_or_a_hub_it_says_so(
     assert "the network is switched off" in _output(capsys, "--hub", NAME)[1]
     assert "is no name of a model on the hub" in _output(capsys, "--hub", "pirate")[1]
     assert f"give --hub {NAME}" in _output(capsys, "--hub", f"{NAME}@v1")[1]
+    assert "the network is switched off" in _output(capsys, "--versions", "me/pirate")[1]
     assert len(hub.asked) == asked
 
 

@@ -1,11 +1,13 @@
-"""Lists the adapters that the Hugging Face hub has for a base model, by the tags in their cards. Torch is not imported.
+"""Lists the adapters that the Hugging Face hub has for a base model, by tags in their cards, and the commits of one.
 
-PEFT puts the tag into the card of each adapter that it saves. Nothing is downloaded.
+Torch is not imported. PEFT puts the tag into the card of each adapter that it saves. Nothing is downloaded.
 """
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from llmnode.core.hub_names import ADAPTER_TAG, REVISION_TAG
@@ -13,9 +15,9 @@ from llmnode.errors import ConfigError
 from llmnode.models.sources.online import hub_access, is_offline
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
-    from huggingface_hub import ModelInfo
+    from huggingface_hub import GitCommitInfo, ModelInfo
 
 _TASKS = frozenset({"text-generation", "text-classification", "token-classification"})
 
@@ -36,31 +38,61 @@ class HubAdapter:
     base_revision: str
 
 
+@dataclass(frozen=True, slots=True)
+class HubVersion:
+    """A commit of an adapter on the hub, its date, and the title that its author gave it: text of strangers."""
+
+    revision: str
+    made: str
+    title: str
+
+
 def adapters_on_hub(base: str, most: int) -> Sequence[HubAdapter]:
     """Lists the adapters for the model `base` (`org/name`), the most downloaded first, `most` of them at most.
 
     Blocks, for half a minute if the hub cannot be reached. Raises ConfigError if it cannot be asked.
     """
-    from huggingface_hub import HfApi, constants
+    from huggingface_hub import HfApi
+
+    with _asking(f"the adapters of {base}", "list models"):
+        found = HfApi().list_models(
+            filter=ADAPTER_TAG + base,
+            sort="downloads",
+            limit=most,
+            expand=["sha", "lastModified", "downloads", "pipeline_tag", "tags"],
+        )
+        return [_read(each) for each in found]
+
+
+def versions_on_hub(adapter: str, most: int) -> Sequence[HubVersion]:
+    """Lists the commits of an adapter (`org/name`), the newest first, `most` of them at most. Else as above."""
+    from huggingface_hub import HfApi
+
+    with _asking(adapter, "list commits"):
+        return [_version(each) for each in islice(HfApi().list_repo_commits(adapter), most)]
+
+
+@contextmanager
+def _asking(what: str, how: str) -> Iterator[None]:
+    """Within it the hub is asked for `what`. `how` says what a hub does then."""
+    from huggingface_hub import constants
 
     if is_offline():
         raise ConfigError(
             "the hub cannot be asked for adapters: the network is switched off (LLMNODE_OFFLINE or HF_HUB_OFFLINE is "
-            "set); leave out --hub, or unset it"
+            "set); leave out --hub and --versions, or unset it"
         )
-    with hub_access(f"the adapters of {base}"):
+    with hub_access(what):
         try:
-            found = HfApi().list_models(
-                filter=ADAPTER_TAG + base,
-                sort="downloads",
-                limit=most,
-                expand=["sha", "lastModified", "downloads", "pipeline_tag", "tags"],
-            )
-            return [_read(each) for each in found]
+            yield
         except (AttributeError, KeyError, TypeError, ValueError) as error:  # what huggingface_hub makes of other JSON
             raise ConfigError(
-                f"{constants.ENDPOINT} does not list models as a hub does: check HF_ENDPOINT and the proxy's settings"
+                f"{constants.ENDPOINT} does not {how} as a hub does: check HF_ENDPOINT and the proxy's settings"
             ) from error
+
+
+def _version(commit: GitCommitInfo) -> HubVersion:
+    return HubVersion(str(commit.commit_id), commit.created_at.date().isoformat(), str(commit.title))
 
 
 def _read(info: ModelInfo) -> HubAdapter:
