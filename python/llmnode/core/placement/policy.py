@@ -72,5 +72,7 @@ class LayoutPolicy:
     """One target for each plan in turn, in throughputs of now, until none of them finds a move."""
     starts: int = 6
     """This many starts are improved: the best start does not always lead to the best layout."""
+    enough: float = 0.99
+    """No start is improved if one has this share of the bound. The starts of thousands of machines do."""
     decisions: int = 80
     """Each start is improved by at most this many plans. Those of Helix' clusters need 7 to 20."""

@@ -20,7 +20,7 @@ from llmnode.core.errors import ConfigError
 from llmnode.core.placement.joining import choose_span
 from llmnode.core.placement.plan import plan_moves
 from llmnode.core.placement.policy import LayoutPolicy
-from llmnode.core.placement.servers import PlacedServer, block_speeds, throughput, worthwhile_lengths
+from llmnode.core.placement.servers import PlacedServer, block_speeds, most_throughput, throughput, worthwhile_lengths
 from llmnode.core.span import Span
 
 if TYPE_CHECKING:
@@ -73,6 +73,8 @@ def layouts(blocks: int, servers: Iterable[PlacedServer], policy: LayoutPolicy |
         starts.append(_start(blocks, fixed, free, stages))
         yield starts[-1]
     starts.sort(key=lambda start: -throughput(blocks, start))
+    if throughput(blocks, starts[0]) >= policy.enough * most_throughput(blocks, servers):
+        return
     for start in starts[: policy.starts]:
         yield from improvements(blocks, start, policy)
 

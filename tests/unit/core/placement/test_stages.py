@@ -58,6 +58,11 @@ def test_equal_machines_share_the_blocks_evenly() -> None:
     assert throughput(BLOCKS, best) == most_throughput(BLOCKS, best) == 60.0
 
 
+def test_no_start_is_improved_if_one_comes_near_the_bound() -> None:
+    """The stages of one to eight blocks, and the paper's rule for all: these are all starts."""
+    assert len([*layouts(BLOCKS, equal(8, 8))]) == 9
+
+
 def test_a_session_needs_no_more_hops_than_wanted() -> None:
     slower_if_longer = tuple(60.0 / length**1.2 for length in range(1, 9))
     machines = [PlacedServer(PeerId(str(each)), Span(0, 1), slower_if_longer) for each in range(4)]
