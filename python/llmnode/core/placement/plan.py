@@ -14,7 +14,6 @@ from itertools import accumulate
 from operator import attrgetter, itemgetter, sub
 from typing import TYPE_CHECKING, NamedTuple
 
-from llmnode.core.errors import ConfigError
 from llmnode.core.placement.ranks import SpanRanks
 from llmnode.core.placement.servers import Move, block_speeds, most_at_lengths, worthwhile_lengths
 from llmnode.core.span import Span
@@ -95,15 +94,6 @@ def helps_alone(speeds: Sequence[float], mover: PlacedServer, wanted: Span, plan
     return min(after) >= min(speeds) * (1 - NOTHING) and deficits[1] < deficits[0]
 
 
-def place_newcomer(blocks: int, servers: Iterable[PlacedServer], speeds: tuple[float, ...], policy: PlanPolicy) -> Span:
-    """The span for a node that joins with these `speeds`. Nobody else moves for it."""
-    if not 1 <= len(speeds) <= blocks:
-        raise ConfigError(f"cannot serve {len(speeds)} blocks: the model has {blocks}")
-    search = _Search(_Fleet(blocks, servers), policy, newcomer=len(speeds) * speeds[-1])
-    _, start, length = search.best_start(search.lacks(search.speeds), speeds, worthwhile_lengths(speeds))
-    return Span(start, start + length)
-
-
 @dataclass(frozen=True, slots=True)
 class _Place:
     server: int
@@ -144,15 +134,15 @@ class _Fleet:
 class _Search:
     """A placement that changes move by move, and the deficits of its blocks."""
 
-    def __init__(self, fleet: _Fleet, policy: PlanPolicy, tries: int = 0, newcomer: float = 0.0) -> None:
-        """This many `tries` of a server at a length are made. A `newcomer` raises the target by its tokens a second."""
+    def __init__(self, fleet: _Fleet, policy: PlanPolicy, tries: int) -> None:
+        """This many `tries` of a server at a length are made."""
         self.policy = policy
         self.tries = tries
         self.servers, self._lengths, self._movable = fleet.servers, fleet.lengths, fleet.movable
         self.spans = [server.span for server in self.servers]
         self._ranks: SpanRanks | None = None
         self.speeds = [*fleet.speeds]
-        self.target = fleet.most + newcomer / fleet.blocks or 1.0
+        self.target = fleet.most or 1.0
         self.nothing = NOTHING * self.target
         self._unserved = UNSERVED * self.target**3
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from llmnode.core.ids import PeerId
 from llmnode.core.placement.paper import better_span
-from llmnode.core.placement.plan import place_newcomer, plan_moves
+from llmnode.core.placement.plan import plan_moves
 from llmnode.core.placement.policy import PlanPolicy
 from llmnode.core.placement.servers import (
     PlacedServer,
@@ -96,16 +96,6 @@ def test_a_gap_is_closed_by_a_chain_of_moves_if_no_single_one_does() -> None:
     plan = plan_moves(BLOCKS, servers, POLICY)
     assert throughput(BLOCKS, carried_out(servers, plan.moves)) == 1.0
     assert len(plan.moves) == 1
-
-
-@given(swarms(), st.integers(1, 6))
-@settings(max_examples=100, deadline=None)
-def test_a_newcomer_serves_a_block_that_nobody_serves(servers: list[PlacedServer], most: int) -> None:
-    speeds = block_speeds(BLOCKS, servers)
-    span = place_newcomer(BLOCKS, servers, one_speed(5.0, most), POLICY)
-    assert len(span) == most
-    if 0.0 in speeds:
-        assert 0.0 in speeds[span.start : span.end]
 
 
 @given(swarms(least=2))
