@@ -9,13 +9,15 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import trio
 
 from llmnode.core.budget import Resource
 from llmnode.core.identity import how_other
+from llmnode.core.peers.asked_loads import LoadNow
+from llmnode.core.serving.comers import Comers
 from llmnode.core.span import Span
 from llmnode.core.view import online_or_draining
 from llmnode.errors import AdapterError, PeerRefused
@@ -28,9 +30,10 @@ from llmnode.node.serve.push_inlet import PushDesk
 from llmnode.node.serve.request_memory import RequestMemory
 from llmnode.node.serve.served_span import ServedSpan, ServeStats
 from llmnode.node.serve.session import ServerSession
-from llmnode.node.serve.work_totals import WorkTotals
+from llmnode.node.serve.work_totals import LoadTold, WorkTotals
 from llmnode.node.serve.work_turns import WorkTurns
 from llmnode.swarm.membership import software
+from llmnode.wire.load_now import load_extension
 from llmnode.wire.messages import Description, RefusalCode
 from llmnode.wire.profile import profile_fields
 from llmnode.wire.server_figures import figures_extension
@@ -43,7 +46,7 @@ if TYPE_CHECKING:
     from llmnode.core.model import ModelInfo, Profile
     from llmnode.core.policy import ServePolicy
     from llmnode.core.server_figures import ServerFigures
-    from llmnode.ports import Network, Worker
+    from llmnode.ports import Link, Network, Worker
     from llmnode.swarm.membership import Swarm
     from llmnode.swarm.pool import ConnectionPool
     from llmnode.wire.adapter import Adapter
@@ -85,11 +88,14 @@ class Server:
     figures: Callable[[], ServerFigures | None] = lambda: None
     """The prediction for this server, beside what it does. A peer that asks for its description is told."""
     work_turns: WorkTurns = field(default_factory=WorkTurns)
+    comers: Comers = field(default_factory=Comers)
+    """The clients that are about to open sessions, and those that have just done so."""
     next_hops: NextHops = field(init=False)
     desk: PushDesk = field(init=False)
     conduct: Conduct = field(init=False)
     request_memory: RequestMemory = field(init=False)
     _totals: WorkTotals = field(init=False)
+    _load_told: LoadTold = field(init=False)
 
     def __post_init__(self) -> None:
         self.next_hops = NextHops(self.pushes, self._addresses, self.policy)
@@ -97,6 +103,7 @@ class Server:
         self.conduct = Conduct(self.policy, self._groups_at_work)
         self.request_memory = RequestMemory(self.policy)
         self._totals = WorkTotals(self.policy.totals_s)
+        self._load_told = LoadTold(self.policy.totals_s)
 
     async def drop_idle_adapters(self) -> None:
         """Drop adapters that nothing used for a while, until cancelled."""
@@ -300,6 +307,18 @@ class Server:
             **asdict(self._totals.of(self.tally, busy_us, self.network.traffic, up_to_now=up_to_now)),
             extensions=None if figures is None else figures_extension(figures),
         )
+
+    def with_load(self, described: Description, link: Link, *, opens: bool, up_to_now: bool) -> Description:
+        """The same for a client that asks for the load too, and perhaps is about to open a session."""
+        now_s, served = trio.current_time(), self.served
+        self.comers.note_asking(link.peer, link.group, now_s, opens=opens)
+        load = LoadNow(
+            self._load_told.of(0.0 if served is None else served.worker.load, up_to_now=up_to_now),
+            self.comers.fresh(link.peer, self.sessions, now_s),
+            self.comers.asking(link.peer, now_s),
+            0 if served is None else served.admission.free,
+        )
+        return replace(described, extensions={**(described.extensions or {}), **load_extension(load)})
 
 
 def _positions(sessions: Iterable[ServerSession]) -> int:

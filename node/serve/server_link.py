@@ -104,11 +104,7 @@ class ServerLink:
             match frame.type:
                 case FrameType.DESCRIBE:
                     check_empty(frame)
-                    described = self._server.describe(up_to_now=scope_of(self._link.group) == "machine")
-                    answer = Frame(FrameType.DESCRIPTION, step=frame.step, meta=pack(described))
-                    if self._link.version == version_1.VERSION:
-                        answer = version_1.without_more(answer)
-                    await self._link.send(answer)
+                    await self._describe(frame)
                 case FrameType.OPEN:
                     self._open(frame)
                 case FrameType.STEP if self._of_client(frame) is None and frame.session not in self._named:
@@ -147,6 +143,14 @@ class ServerLink:
             if isinstance(error, RemoteProtocolError):
                 await conduct.note_malformed(self._link)
 
+    async def _describe(self, frame: Frame) -> None:
+        server, up_to_now = self._server, scope_of(self._link.group) == "machine"
+        said = server.describe(up_to_now=up_to_now)
+        if frame.start:
+            said = server.with_load(said, self._link, opens=bool(frame.length), up_to_now=up_to_now)
+        answer = Frame(FrameType.DESCRIPTION, step=frame.step, meta=pack(said))
+        await self._link.send(version_1.without_more(answer) if self._link.version == version_1.VERSION else answer)
+
     def _open(self, frame: Frame) -> None:
         self._name(frame.session)
         span, request, served = self._check_open(frame)
@@ -167,6 +171,7 @@ class ServerLink:
             session.release()
             raise
         sessions[frame.session] = session
+        self._server.comers.note_opened(self._link.peer, frame.session, trio.current_time())
         self._nursery.start_soon(self._run_session, session)
 
     def _check_open(self, frame: Frame) -> tuple[Span, OpenRequest, ServedSpan]:

@@ -6,6 +6,7 @@ machines get those of some seconds ago.
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -48,4 +49,22 @@ class WorkTotals:
             return now
         if self._told is None or now_s >= self._told_s + self.every_s:
             self._told, self._told_s = now, now_s
+        return self._told
+
+
+@dataclass(slots=True)
+class LoadTold:
+    """The load average that was told last. A single step would show in that of the moment, too."""
+
+    every_s: float
+    _told: float = 0.0
+    _told_s: float = -math.inf
+
+    def of(self, load: float, *, up_to_now: bool) -> float:
+        """The `load` of this moment, or else the one that was told last, to a tenth."""
+        now_s = trio.current_time()
+        if up_to_now:
+            return load
+        if now_s >= self._told_s + self.every_s:
+            self._told, self._told_s = round(load, 1), now_s
         return self._told

@@ -13,7 +13,7 @@ import pytest
 import trio
 
 from llmnode.core.forecast import ClientPlace, forecast_routes, forecast_session
-from llmnode.core.policy import StandingPolicy
+from llmnode.core.policy import RoutePolicy, StandingPolicy
 from llmnode.core.span import Span
 from llmnode.core.view import online
 from llmnode.node.serve.network_speed import keep_measuring
@@ -60,6 +60,7 @@ async def test_a_session_takes_what_was_forecast_over_the_route_that_was_forecas
                     times_s.append(trio.current_time() - began_s)
             settled_s = times_s[-SETTLED:]  # before, some results may go by way of the client
             assert session_forecast.step_s == pytest.approx(median(settled_s), rel=MOST_ERROR)
+            await trio.sleep(RoutePolicy().asked_again_s)  # servers are asked for their load anew
             began_s = trio.current_time()
             async with router.open_session(64, Codec.RAW):
                 assert session_forecast.open_s == pytest.approx(trio.current_time() - began_s, rel=MOST_ERROR)

@@ -21,6 +21,7 @@ from llmnode.core.serving.kv_shares import KvClaim
 from llmnode.core.span import Span
 from llmnode.errors import NoRoute, PeerError, PeerRefused
 from llmnode.node.serve.admission import Admission
+from llmnode.node.serve.server import Server
 from llmnode.session.session import open_session
 from llmnode.testing import Conditions, Dialogue, ExactWorker, check_kv_is_free, open_world, simulate, simulated
 from llmnode.testing.simulate import seeds
@@ -292,10 +293,11 @@ async def test_a_peer_that_has_no_kv_free_is_not_the_first_choice() -> None:
 
 
 @simulated
-async def test_a_server_that_has_refused_for_full_kv_is_asked_last_for_a_while() -> None:
+async def test_a_server_that_has_refused_for_full_kv_is_asked_last_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Server, "with_load", lambda _server, described, *_, **__: described)  # it does not say before
     async with world() as swarm:
         full, other = await swarm.start("full", ALL_BLOCKS), await swarm.start("other", ALL_BLOCKS)
-        async with swarm.client(PATIENT) as (router, _):
+        async with swarm.client(replace(PATIENT, route=replace(PATIENT.route, near=0.0))) as (router, _):
             full.worker.executor.occupy(KV_TOKENS)  # which it has not announced
             asked_s: list[float] = []
             for _ in range(40):

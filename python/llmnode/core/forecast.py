@@ -19,7 +19,7 @@ from llmnode.core.peers.ways import believed_ways
 from llmnode.core.placement.claims import counted
 from llmnode.core.placement.policy import RebalancePolicy
 from llmnode.core.policy import ClientPolicy, StandingPolicy
-from llmnode.core.route import find_route, uncovered
+from llmnode.core.route import find_route, replaceable, uncovered
 from llmnode.core.speed import PROMPT_POSITIONS, SHARED_SESSIONS
 
 if TYPE_CHECKING:
@@ -239,7 +239,9 @@ def forecast_route(
         prompt_s = len(hop.span) * _prompt_block_s(announced[hop.peer], said[hop.peer].said_block_s, prompt_tokens)
         hops.append(HopForecast(hop, way_s, send_s, compute_s, prompt_send_s, prompt_s))
     last = route[-1].peer
-    open_s = max(2 * each for each in half_s.values())  # at all hops at once
+    # At all hops at once. Before that those are asked for their load that others could replace.
+    asked = replaceable(route, [each.hop for each in servers])
+    open_s = 2 * max(half_s.values()) + 2 * max((half_s[hop.peer] for hop in asked), default=0.0)
     back_s, prompt_back_s = (_send_s(model, each, said[last].said_upload_s) for each in (1, prompt_tokens))
     return SessionForecast(tuple(hops), half_s[last] + back_s, prompt_back_s, client.token_s, open_s, prompt_tokens)
 

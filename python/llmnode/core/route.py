@@ -216,3 +216,10 @@ def covers(spans: Iterable[Span], span: Span) -> bool:
     """Whether `spans` have all blocks of `span` together."""
     gaps = uncovered(span.end, [each for each in spans if each.start < span.end and span.start < each.end])
     return not any(gap.end > span.start for gap in gaps)
+
+
+def replaceable(route: Route, held: Iterable[Held]) -> list[Hop]:
+    """The hops of which others of `held` have all blocks, so that one may choose."""
+    peers = {hop.peer for hop in route}
+    others = [span for peer, span in held if peer not in peers]
+    return [hop for hop in route if covers(others, hop.span)]

@@ -41,6 +41,10 @@ class OwnUses:
         """The peer has computed a step, which was there for `spent_s`."""
         self._load.note(peer, spent_s, now_s)
 
+    def load_at(self, peer: PeerId, now_s: float) -> float:
+        """The client's own steps at a time at the peer: the most that may be in the load that it says now."""
+        return self._load.most_around(peer, now_s)
+
     def at_peers(
         self,
         announcements: Iterable[Announcement],

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import random
 from contextlib import suppress
+from copy import copy
 from functools import partial
 from math import inf
 from typing import TYPE_CHECKING
@@ -16,16 +17,19 @@ import trio
 
 from llmnode.core.announcement import PeerState
 from llmnode.core.peers.absence import explain_absence
+from llmnode.core.peers.tastes import Tastes
 from llmnode.core.peers.ways import believed_ways
 from llmnode.core.peers.whereabouts import groups_of
-from llmnode.core.route import Hop, Route, cost_s, fastest, find_detour, find_route
+from llmnode.core.route import Hop, Route, cost_s, find_detour, find_route
 from llmnode.core.span import Span
 from llmnode.core.view import online
 from llmnode.errors import NoRoute, PeerError, PeerRefused, PeerUnreachable
+from llmnode.session.asking import Asking
 from llmnode.session.better_routes import BetterRoutes
 from llmnode.session.newcomers import Newcomers
 from llmnode.session.peer_records import PeerRecords
 from llmnode.session.reaching import Reaching
+from llmnode.session.standbys import Standbys
 from llmnode.session.trials import Trials
 from llmnode.wire.messages import RefusalCode
 from llmnode.wire.receipt import Convicted
@@ -84,7 +88,9 @@ class PeerFinder:
         self._newcomers = Newcomers(model.blocks, policy, self.records.standing, self._trials, self.rng)
         proofs = self._trials, self._newcomers
         self.better_routes = BetterRoutes(pool, self.records, self.reaching, proofs, self._candidates, self.rng)
-        self._warmed: dict[Route, float] = {}  # routes whose standbys were looked for, and when
+        self._standbys = Standbys(pool, policy.route)
+        self._asking = Asking(pool, self.records, self.reaching, policy.route)
+        self._tastes = Tastes(policy.route.near, copy(self.rng).random)
 
     async def look_up(self) -> None:
         """Ask the directory for peers of the model. The view has them then."""
@@ -282,17 +288,23 @@ class PeerFinder:
         Peers that cannot be reached are added to `failed`. Raises NoRoute or the PeerError that leaves no route, or the
         latest when this has taken too long: strangers can announce any number of peers that do not exist.
         """
-        until_s = trio.current_time() + self.policy.route.reach_s
+        until_s, asking = trio.current_time() + self.policy.route.reach_s, self._asking.turn()
+        explored: Collection[PeerId] | None = None
         while True:
             await self.wait_for_trials(Span(0, self.model.blocks))
             usable = [each for each in self._candidates(positions) if each.peer not in failed]
-            explored = await self._newcomers.explore(self.records.good(usable))
+            if explored is None:
+                explored = await self._newcomers.explore(self.records.good(usable))
             route = self._route(usable, failed, positions, explored)
             with self.records.own.opening(route):
                 connections, errors = await self.reaching.connect(route, usable)
+                if not errors and await asking.has_become_dearer(route, connections, usable, positions):
+                    continue
             if not errors:
                 self.reaching.measure_some([hop.peer for hop in route], usable)
+                asking.settle(route)
                 return route, connections
+            explored = None
             for error in errors:
                 self.report(error)
                 failed[error.peer or route[0].peer] = error
@@ -310,10 +322,10 @@ class PeerFinder:
         """A route over peers that are not banned, or else over all of `usable`."""
         good = self.records.good(usable)
         with suppress(NoRoute):
-            costs = self.records.costs(good, positions, explored=explored)
+            costs = self._tastes.of(self.records.costs(good, positions, explored=explored))
             return find_route(self.model.blocks, _held(good), costs, self._ways(good))
         try:
-            costs = self.records.costs(usable, positions)
+            costs = self._tastes.of(self.records.costs(usable, positions))
             return find_route(self.model.blocks, _held(usable), costs, self._ways(usable))
         except NoRoute as error:
             if failed:
@@ -322,20 +334,11 @@ class PeerFinder:
 
     def warm_standbys(self, route: Route) -> None:
         """Connect to the peers that would take the place of each hop, unless that was done a moment ago."""
-        now_s, again_s = trio.current_time(), self.policy.route.standbys_again_s
-        self._warmed = {each: at_s for each, at_s in self._warmed.items() if now_s < at_s + again_s}
-        if not self.policy.route.standbys or route in self._warmed:
+        if not self._standbys.is_due(route):
             return
-        self._warmed[route] = now_s
         peers = {hop.peer for hop in route}
         others = [each for each in self.records.good(self._candidates()) if each.peer not in peers]
-        addresses = {each.peer: each.addresses for each in others}
-        costs, ways = self.records.costs(others), self._ways(others)
-        held = fastest(_held(others), costs, ways)
-        for hop in route:
-            with suppress(NoRoute):
-                for standby in find_detour(hop.span, held, costs, ways):
-                    self.pool.warm(addresses[standby.peer])
+        self._standbys.warm(route, others, self.records.costs(others), self._ways(others))
 
     def _ways(self, announcements: Sequence[Announcement]) -> Ways:
         return believed_ways(announcements, self.reaching.round_trips_s())
@@ -365,7 +368,7 @@ class PeerFinder:
         profile, route = self.model.profile, self.policy.route
         excluded = self.records.suspicion.excluded(trio.current_time())
         is_told = route.allowed is not None or route.blocked
-        return [
+        usable = [
             each
             for each in online(self.swarm.view.announcements())
             if each.offer.kv_tokens >= positions
@@ -373,6 +376,7 @@ class PeerFinder:
             and each.peer not in excluded
             and (not is_told or route.may_use(each.peer))
         ]
+        return self._asking.worse_of(usable)
 
     def _hint(self, missing: Sequence[Span], positions: int, failed: Collection[PeerId] = ()) -> str:
         """Says what the swarm has instead, if anything, and what to do."""

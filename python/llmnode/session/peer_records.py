@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from llmnode.core.announcement import Announcement
     from llmnode.core.ids import PeerId
     from llmnode.core.model import ModelInfo
+    from llmnode.core.peers.standing import OwnUse
     from llmnode.core.policy import ClientPolicy
     from llmnode.session.reaching import Reaching
     from llmnode.session.trials import Trials
@@ -129,10 +130,13 @@ class PeerRecords:
                 costs[peer] = HopCost(penalty * cost.hop_s + wait_s, block_s, cost.way_s)
         return believed, costs
 
+    def own_uses(self, announcements: Sequence[Announcement]) -> Mapping[PeerId, OwnUse]:
+        """The part of the client in the loads that peers announce."""
+        return self.own.at_peers(announcements, {}, self._swarm.age_s, trio.current_time())
+
     def decodes(self, announcements: Sequence[Announcement]) -> dict[PeerId, DecodeTime]:
         """The time of a decode at each peer, by what it says, and the decodes that other clients have there."""
-        own = self.own.at_peers(announcements, {}, self._swarm.age_s, trio.current_time())
-        found = {}
+        own, found = self.own_uses(announcements), {}
         for each in announcements:
             load, announced = each.offer.load or 0.0, own[each.peer].announced if each.peer in own else 0.0
             others = max(0.0, load - announced)

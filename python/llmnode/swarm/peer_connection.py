@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import trio
@@ -25,12 +26,14 @@ from llmnode.swarm.brought_adapters import BroughtAdapters
 from llmnode.swarm.uploads import Lane, Uploads
 from llmnode.wire import version_1
 from llmnode.wire.frame import Frame, FrameType
+from llmnode.wire.load_now import load_of
 from llmnode.wire.messages import Description, Refusal, RefusalCode, unpack
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
     from llmnode.core.ids import Epoch, PeerId, SessionId
+    from llmnode.core.peers.asked_loads import LoadNow
     from llmnode.ports import Link
     from llmnode.wire.frame import Buffer
 
@@ -144,7 +147,18 @@ class PeerConnection:
             await trio.sleep(idle_s)
 
     async def describe(self, timeout_s: float) -> Description:
-        answer = await self.ask_peer(FrameType.DESCRIBE, FrameType.DESCRIPTION, timeout_s)
+        return self._described(await self.ask_peer(FrameType.DESCRIBE, FrameType.DESCRIPTION, timeout_s))
+
+    async def ask_load(self, timeout_s: float, *, opens: bool) -> LoadNow | None:
+        """The load of the server now. None if it is too old to say. `opens`: we are about to open a session there."""
+        question = replace(self._question(FrameType.DESCRIBE, b"", b"", 0), start=1, length=int(opens))
+        description = self._described(await self.ask(question, FrameType.DESCRIPTION, timeout_s))
+        try:
+            return load_of(description)
+        except RemoteProtocolError as error:
+            raise error.blame(self.peer) from None
+
+    def _described(self, answer: Frame) -> Description:
         try:
             description = unpack(Description, answer.meta)
         except (RemoteProtocolError, PeerRefused) as error:

@@ -291,9 +291,10 @@ DEADLINE_MS = "deadline_ms"
 PROMPTS = "prompts"
 POSITIONS = "positions"
 FIGURES = "figures"
+LOAD_NOW = "load_now"
 EXTENSIONS: Mapping[type[Any], Set[str]] = {
     **{kind: frozenset() for kind in get_args(Extended)},
-    Description: {FIGURES},
+    Description: {FIGURES, LOAD_NOW},
     OpenRequest: {PROMPTS, POSITIONS},
     Pass: {ALONE, DEADLINE_MS, DROPOUT, FROZEN_ADAPTER, PROMPTS},
 }

@@ -101,6 +101,21 @@ class RoutePolicy:
     """Half of the failures are forgotten in this time."""
     tries_beside: int = 8
     """When a peer of a new route cannot be reached, the client dials this many others at the same time."""
+    near: float = 0.05
+    """Servers whose costs differ by less than this share are nearly the same: each client prefers others of them. A
+    route that has become dearer by no more is kept."""
+    ask_s: float = 0.5
+    """Before a session opens, the servers of its route have this long to say how busy they are now."""
+    asks: int = 2
+    """That many times at most: a route that has become dearer is chosen anew, and asked too."""
+    asked_beside: int = 4
+    """This many servers that could take the place of one of the route are asked too, if there are connections."""
+    asked_again_s: float = 1.0
+    """An answer that is older is asked for again."""
+    asked_keeps_s: float = 5.0
+    """An answer counts for this long."""
+    silent_s: float = 60.0
+    """A server that does not answer is not asked again sooner. It is believed as it is announced."""
     second_hop_cost: float = 4.0
     """A peer that has a hop of the session already counts this many times as slow for another one: it would hold KV for
     the session twice."""

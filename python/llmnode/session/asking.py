@@ -1,0 +1,231 @@
+"""Asks the servers of a route how busy they are, just before a session opens there.
+
+Announcements are up to 15 s old, and a thousand clients read the same ones. The answers are claims: they can only make
+a server look worse (`core/peers/asked_loads.py`). A server that does not answer is not blamed.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from heapq import nsmallest
+from typing import TYPE_CHECKING
+
+import trio
+
+from llmnode.core.moves import crowded
+from llmnode.core.peers.asked_loads import AskedLoads, expected, share_there
+from llmnode.core.route import cost_s, replaceable
+from llmnode.errors import PeerError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    from llmnode.core.announcement import Announcement
+    from llmnode.core.ids import PeerId
+    from llmnode.core.peers.asked_loads import LoadNow
+    from llmnode.core.policy import RoutePolicy
+    from llmnode.core.route import Hop, HopCost, Route
+    from llmnode.session.peer_records import PeerRecords
+    from llmnode.session.reaching import Reaching
+    from llmnode.swarm.peer_connection import PeerConnection
+    from llmnode.swarm.pool import ConnectionPool
+
+
+class Asking:
+    """For one client, with what it knows of its servers."""
+
+    def __init__(self, pool: ConnectionPool, records: PeerRecords, reaching: Reaching, policy: RoutePolicy) -> None:
+        self._pool = pool
+        self._records = records
+        self._reaching = reaching
+        self._policy = policy
+        self._loads = AskedLoads(policy.asked_keeps_s, policy.silent_s)
+        self._under_way: dict[PeerId, trio.Event] = {}
+
+    def turn(self) -> AskingTurn:
+        """For one session that opens."""
+        return AskingTurn(self, self._policy)
+
+    def worse_of(self, announcements: Sequence[Announcement]) -> list[Announcement]:
+        """The same, with what servers have answered lately where that is worse."""
+        own, near = self._records.own_uses, self._reaching.round_trips_s()
+        return self._loads.worse_of(announcements, own, near, trio.current_time())
+
+    async def has_become_dearer(
+        self,
+        route: Route,
+        connections: Mapping[PeerId, PeerConnection],
+        usable: Sequence[Announcement],
+        positions: int,
+        turn: AskingTurn,
+    ) -> bool:
+        """Whether a session of these `positions` costs more on `route` than was thought, by what its servers say now.
+
+        Those are asked that others of the `usable` ones could replace, and count the session as about to open. It waits
+        for them for the rest of the time of this `turn`.
+        """
+        hops = replaceable(route, [(each.peer, each.offer.span) for each in usable])
+        again = turn.is_contended
+        asked = [connections[hop.peer] for hop in hops if self._is_due(hop.peer, again and hop.peer not in turn.asked)]
+        if not asked:
+            return False
+        peers = {hop.peer for hop in route}
+        thought = [each for each in usable if each.peer in peers]
+
+        def is_dearer() -> bool:
+            before, after = (self._costs(each, positions, peers) for each in (thought, self.worse_of(thought)))
+            return cost_s(route, after) > (1 + self._policy.near) * cost_s(route, before)
+
+        answers: dict[PeerId, LoadNow] = {}
+        others = self._connected_others(hops, peers, usable, positions, again)
+        turn.asked |= {each.peer: each for each in asked}
+        within_s = turn.left_s
+        with trio.move_on_after(within_s) as scope:
+            async with trio.open_nursery() as beside:
+                for each in others:
+                    beside.start_soon(self._ask, each, answers, False)
+                async with trio.open_nursery() as nursery:
+                    for each in asked:
+                        nursery.start_soon(self._ask, each, answers, True)
+                if not any(answer.asking for answer in answers.values()) and not is_dearer():
+                    beside.cancel_scope.cancel()  # it makes no difference what they say
+        now_s = trio.current_time()
+        if scope.cancelled_caught and within_s == self._policy.ask_s:
+            for each in (*asked, *others):
+                if self._loads.age_s(each.peer, now_s) is None:
+                    self._loads.note_silent(each.peer, now_s)
+        for peer in answers.keys() - peers:  # others have chosen those, and were there before us
+            self._loads.note_coming(peer, answers[peer].asking, now_s)
+        for hop in hops:
+            if hop.peer in answers and (before := answers[hop.peer].asking):
+                self._expect(hop, before, peers, usable, positions)
+        turn.is_contended = any(answer.asking for answer in answers.values())
+        return is_dearer()
+
+    def _costs(
+        self, announcements: Sequence[Announcement], positions: int, peers: Collection[PeerId]
+    ) -> Mapping[PeerId, HopCost]:
+        """Those without the session that opens at `peers`: it is no load for itself."""
+        return self._records.costs_and_doubts(announcements, positions, without_one=peers)[1]
+
+    def take_back(self, connection: PeerConnection) -> None:
+        """Tell a server that the session does not open there."""
+
+        async def tell() -> None:
+            with suppress(PeerError):
+                await connection.best.ask_load(self._policy.measure_s, opens=False)
+
+        self._pool.start_soon(tell)
+
+    def _is_due(self, peer: PeerId, again: bool) -> bool:
+        now_s = trio.current_time()
+        age_s = self._loads.age_s(peer, now_s)
+        return not self._loads.is_silent(peer, now_s) and (
+            again or age_s is None or age_s >= self._policy.asked_again_s
+        )
+
+    def _connected_others(
+        self,
+        hops: Sequence[Hop],
+        peers: Collection[PeerId],
+        usable: Sequence[Announcement],
+        positions: int,
+        again: bool,
+    ) -> list[PeerConnection]:
+        """The connections to the best servers that could take the place of a hop."""
+        living = {
+            each.peer: each for each in self._pool.living() if each.peer not in peers and self._is_due(each.peer, again)
+        }
+        others = [each for each in usable if each.peer in living]
+        costs = self._costs(others, positions, peers)
+        best = {peer: None for hop in hops for peer in self._instead(hop, others, peers, costs)}
+        return [living[peer] for peer in best][: self._policy.asked_beside]
+
+    def _instead(
+        self,
+        hop: Hop,
+        usable: Sequence[Announcement],
+        peers: Collection[PeerId],
+        costs: Mapping[PeerId, HopCost],
+    ) -> list[PeerId]:
+        """The best few servers that could take the place of a hop, but for the `peers` of its route."""
+        others = [each.peer for each in usable if each.offer.span.covers(hop.span) and each.peer not in peers]
+        return nsmallest(self._policy.asked_beside, others, lambda peer: _of_hop_s(hop, costs[peer]))
+
+    async def _ask(self, connection: PeerConnection, answers: dict[PeerId, LoadNow], opens: bool) -> None:
+        """Note the answer. Another session of this client may be asking the same server already."""
+        peer = connection.peer
+        if (over := self._under_way.get(peer)) is not None:
+            await over.wait()
+            return
+        over = self._under_way[peer] = trio.Event()
+        answer: LoadNow | None = None
+        try:
+            with suppress(PeerError):
+                answer = await connection.best.ask_load(self._policy.measure_s, opens=opens)
+            now_s = trio.current_time()
+            if answer is None:  # it is too old, or asked for too much
+                self._loads.note_silent(peer, now_s)
+            else:
+                answers[peer] = answer
+                self._loads.note(peer, answer, self._records.own.load_at(peer, now_s), now_s)
+        finally:
+            del self._under_way[peer]
+            over.set()
+
+    def _expect(
+        self, hop: Hop, before: int, peers: Collection[PeerId], usable: Sequence[Announcement], positions: int
+    ) -> None:
+        """Count the clients that have asked the peer of a hop `before` us where each goes, if it chooses as we do."""
+        now = self.worse_of(usable)
+        costs, near = self._costs(now, positions, peers), self._reaching.round_trips_s()
+        instead = self._instead(hop, now, peers, costs)
+        chosen = [each for each in now if each.peer == hop.peer or each.peer in instead]
+        decodes = self._records.decodes(chosen)
+        shares = {each.peer: share_there(each.offer, near.get(each.peer)) for each in chosen}
+
+        def beside_s(peer: PeerId, clients: int) -> float:
+            return _of_hop_s(hop, crowded(costs[peer], decodes[peer], clients * shares[peer]))
+
+        for peer, clients in expected(hop.peer, before, instead, beside_s).items():
+            self._loads.note_coming(peer, clients, trio.current_time())
+
+
+class AskingTurn:
+    """Asks for one session that opens: a few times, and not for long."""
+
+    def __init__(self, asking: Asking, policy: RoutePolicy) -> None:
+        self._asking = asking
+        self._left, self.left_s = policy.asks, policy.ask_s
+        self.asked: dict[PeerId, PeerConnection] = {}
+        """The servers that expect the session."""
+        self.is_contended = False
+        """Other clients were about to open sessions when it last asked."""
+
+    async def has_become_dearer(
+        self,
+        route: Route,
+        connections: Mapping[PeerId, PeerConnection],
+        usable: Sequence[Announcement],
+        positions: int,
+    ) -> bool:
+        """Whether the route costs more than was thought, see `Asking`.
+
+        Without `positions` no session opens, and nobody is asked.
+        """
+        if not positions or not self._left or self.left_s <= 0:
+            return False
+        began_s = trio.current_time()
+        dearer = await self._asking.has_become_dearer(route, connections, usable, positions, self)
+        self._left, self.left_s = self._left - 1, self.left_s - (trio.current_time() - began_s)
+        return dearer
+
+    def settle(self, route: Route) -> None:
+        """The session opens on this route: servers that were asked before expect it no more."""
+        peers = {hop.peer for hop in route}
+        for connection in [each for peer, each in self.asked.items() if peer not in peers]:
+            self._asking.take_back(connection)
+
+
+def _of_hop_s(hop: Hop, cost: HopCost) -> float:
+    return cost.hop_s + len(hop.span) * cost.block_s
