@@ -119,20 +119,23 @@ class ConnectionAdmission:
             taken.close()
         return is_admitted
 
-    async def wait_stream_turn(self, connection: YamuxConnection, amount: float = 1.0) -> bool:
+    async def wait_stream_turn(self, stream: YamuxStream, amount: float = 1.0) -> bool:
         """Until the other side may have a stream handled, or something done over one: that is an `amount` of this.
 
         Its address group has turns, and those that we have connected to have others: strangers behind a relay are not
-        to take those of the relay itself. False after too long a wait.
+        to take those of the relay itself. False after too long a wait, or
+        when the stream is over.
         """
+        connection = cast("YamuxConnection", stream.muxed_conn)
         side = "ours, " if connection.scope.worth is Worth.OURS else ""
         path = f"{side}{groups_of(connection)[0]}", str(connection.peer_id)
         if self._streams.take(path, amount):
             return True
-        with trio.move_on_after(self.policy.stream_patience_s):
+        has_turn = False
+        with stream.until_over(), trio.move_on_after(self.policy.stream_patience_s):
             await self._streams.wait(path, amount)
-            return True
-        return False
+            has_turn = True
+        return has_turn
 
     def has_free_ping(self, connection: YamuxConnection) -> bool:
         """Whether the other side may have one more ping answered without a turn. Then it counts."""

@@ -164,11 +164,12 @@ def _outlive_streams(swarm: Swarm, admission: ConnectionAdmission) -> None:
         connection = cast("YamuxConnection", stream.muxed_conn)
         muxed_stream = cast("YamuxStream", cast("NetStream", stream).muxed_stream)
         is_admitted = admission.admits_stream(muxed_stream, connection.scope)
-        has_turn = is_admitted and await admission.wait_stream_turn(connection)
+        has_turn = is_admitted and await admission.wait_stream_turn(muxed_stream)
         if not has_turn:
+            is_theirs = not is_admitted or muxed_stream.is_over  # its peer has opened too many, or reset it
             await stream.reset()
             # Others at its address may have had the turns: what is used does not end for that.
-            if not is_admitted or connection.scope.use < Worth.USED:
+            if is_theirs or connection.scope.use < Worth.USED:
                 admission.note_refused(connection)
             return
         try:

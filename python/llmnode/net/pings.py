@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from llmnode.core.policy import LinkPolicy
     from llmnode.net.admission import ConnectionAdmission
     from llmnode.net.yamux import YamuxConnection
+    from llmnode.net.yamux_stream import YamuxStream
 
 __all__ = ["PING", "answer_pings", "close_when_silent"]
 
@@ -64,13 +65,13 @@ async def _ping(stream: NetStream) -> None:
 async def answer_pings(admission: ConnectionAdmission, stream: INetStream) -> None:
     """The handler of PING: py-libp2p's own answers as fast as they come."""
     net_stream, amount, in_order = cast("NetStream", stream), 1 / admission.policy.pings_per_stream, False
-    connection = cast("YamuxConnection", stream.muxed_conn)
+    connection, muxed_stream = cast("YamuxConnection", stream.muxed_conn), cast("YamuxStream", net_stream.muxed_stream)
     try:
         while ping := await _next_ping(net_stream):
             # If others at its address take all turns, the other side would give the connection up after a few seconds.
-            if not (admission.has_free_ping(connection) or await admission.wait_stream_turn(connection, amount)):
+            if not (admission.has_free_ping(connection) or await admission.wait_stream_turn(muxed_stream, amount)):
                 break
-            await net_stream.muxed_stream.write(ping)
+            await muxed_stream.write(ping)
         in_order = not ping
     except (BaseLibp2pError, trio.TooSlowError):
         pass

@@ -6,6 +6,7 @@ Cancelling that wait, at any moment, leaves the connection and its other streams
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ from libp2p.stream_muxer.exceptions import MuxedStreamClosed, MuxedStreamEOF, Mu
 from llmnode.core.links.write_size import SMALL_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from llmnode.core.budget import Scope
     from llmnode.net.window import Window
@@ -64,6 +65,7 @@ class YamuxStream(IMuxedStream):
         self._window = window
         self._is_over = False
         self._scopes: list[Scope] = []
+        self._until_over: trio.CancelScope | None = None
 
     def expect(self, answer: bytes, protocol: str) -> None:
         """`answer` is read first and taken away: with it the other side agrees to `protocol`."""
@@ -167,7 +169,22 @@ class YamuxStream(IMuxedStream):
         if self._is_over:
             self._end()
 
+    @contextmanager
+    def until_over(self) -> Iterator[None]:
+        """The context is cancelled when the stream is over: its peer may reset it, and open more. One at a time."""
+        with trio.CancelScope() as scope:
+            self._until_over = scope
+            if self._is_over:
+                scope.cancel()
+            yield
+        self._until_over = None
+
     # The interface for its connection
+
+    @property
+    def is_over(self) -> bool:
+        """Neither side may send any more."""
+        return self._is_over
 
     @property
     def is_closed(self) -> bool:
@@ -197,6 +214,8 @@ class YamuxStream(IMuxedStream):
         self._window.close()
         for scope in self._scopes:
             scope.close()
+        if self._until_over is not None:
+            self._until_over.cancel()
         self._owner.forget(self)
 
     def wake(self) -> None:

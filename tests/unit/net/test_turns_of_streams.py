@@ -12,7 +12,7 @@ from libp2p.exceptions import BaseLibp2pError
 from libp2p.host.ping import PING_LENGTH
 from libp2p.identity.identify.identify import ID as IDENTIFY
 
-from llmnode.core.budget import Kind
+from llmnode.core.budget import Kind, Resource
 from llmnode.core.policy import BudgetPolicy, TurnPolicy
 from llmnode.net.addresses import LISTEN_ANY_LOOPBACK, parse_peer
 from llmnode.net.connections import open_stream
@@ -22,7 +22,7 @@ from unit.in_trio import in_trio
 from unit.links import POLICY
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
     from libp2p.network.connection.swarm_connection import SwarmConn
     from libp2p.network.stream.net_stream import NetStream
@@ -35,6 +35,7 @@ FEW = BudgetPolicy(
     refused_streams_burst=3,
     refused_streams_per_s=NEVER,
 )
+PATIENT = replace(FEW, stream_patience_s=1000)
 MOST = 6 + 1
 """Beyond the burst, one more has the first turn of all groups."""
 
@@ -103,6 +104,44 @@ async def test_streams_without_end_are_not_handled_and_cost_the_connection(cycle
         if cycle is is_identified:
             assert 0 < handled <= MOST
         assert await is_identified(await connect("127.0.0.3")), "other address groups have turns of their own"
+
+
+@in_trio
+async def test_streams_that_are_reset_while_they_wait_cost_the_connection_at_once_also_one_that_is_used() -> None:
+    async with connected(PATIENT) as (server, connect):
+        rude = await connect("127.0.0.2")
+        (theirs,) = cast("Any", server.host.get_network()).get_connections()
+        theirs.muxed_conn.scope.open(Kind.SESSION, "its session")
+        opened = 0
+        while not rude.is_closed:
+            opened += await is_reset_at_once(rude)
+            await trio.sleep(0.01)
+        assert opened < 100
+
+
+@in_trio
+async def test_streams_that_are_reset_while_they_wait_leave_nothing_behind() -> None:
+    async with connected(replace(PATIENT, refused_streams_burst=1000)) as (server, connect):
+        rude = await connect("127.0.0.2")
+        while server.budget.process.held[Resource.STREAMS] <= MOST:
+            await (await rude.new_stream()).write(b"x")  # the first ones have their turn, and wait for a protocol
+            await trio.sleep(0.01)
+        before = trio.lowlevel.current_statistics().tasks_living
+        for _ in range(10):
+            streams = [await rude.new_stream() for _ in range(10)]
+            for stream in streams:
+                await stream.write(b"x")
+            await until(lambda: server.budget.process.held[Resource.STREAMS] > MOST + 1 + 9)
+            for stream in streams:
+                await stream.reset()
+            await until(lambda: server.budget.process.held[Resource.STREAMS] == MOST + 1)
+        await until(lambda: trio.lowlevel.current_statistics().tasks_living <= before)
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    with trio.fail_after(30):
+        while not is_so():  # noqa: ASYNC110  there is no event for it
+            await trio.sleep(0.01)
 
 
 @in_trio

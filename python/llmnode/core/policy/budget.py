@@ -99,7 +99,8 @@ class BudgetPolicy:
     """Then it has one more this often."""
     refused_streams_burst: int = 64
     """A peer may open this many streams at once that are not handled. A further one costs the connection. On one with a
-    session, a reservation or a circuit, a stream does not count if it has only waited too long for its turn."""
+    session, a reservation or a circuit, a stream does not count if it has only waited too long for its turn. It counts
+    if its peer has reset it meanwhile."""
     refused_streams_per_s: float = 1.0
     """Then one is allowed this often."""
     dials: int = 32
