@@ -56,6 +56,7 @@ class Conduct:
         self._probes = Rates(policy.probes_burst, policy.probes_per_s)
         self._requests = Turns(policy.requests)
         self._openings = Turns(policy.openings)
+        self._wants = Turns(policy.wants)
         self._at_work, self._others_work_s = at_work, policy.others_work_s
         self._working: set[str] = set()
         self._looked_s = -math.inf
@@ -70,15 +71,20 @@ class Conduct:
         path, size_bytes = (link.group, link.peer), frame.size_bytes + answer_bytes
         amount = 1 + size_bytes / COUNTED_BYTES + frame.length / COUNTED_POSITIONS
         amount = min(MOST_COUNTED, amount + COUNTED_OPEN * (frame.type is FrameType.OPEN))
-        if self._requests.take(path, amount):
-            return
-        if not link.scope.take(Resource.MEMORY, frame.size_bytes):
-            raise PeerRefused(RefusalCode.BUSY, "your address has asked for much, and no memory is left meanwhile")
-        try:
+        if not self._requests.take(path, amount):
             is_quick = frame.type in OPENINGS and self._is_free_for(link.group)
-            await (self._openings if is_quick else self._requests).wait(path, amount)
-        finally:
-            link.scope.release(Resource.MEMORY, frame.size_bytes)
+            await _wait(self._openings if is_quick else self._requests, link, frame.size_bytes, amount)
+
+    async def wait_want(self, link: Link, frame: Frame, used: int) -> None:
+        """Until a question before pushes may be looked at. `used` is how many pushes of this link were used since the
+        one before.
+
+        Raises as `wait_turn`.
+        """
+        self._wants.give_back(link.group, used)
+        amount = 1 + frame.size_bytes / COUNTED_BYTES
+        if not self._wants.take((link.group, link.peer), amount):
+            await _wait(self._wants, link, frame.size_bytes, amount)
 
     def _is_free_for(self, group: str) -> bool:
         """Whether nothing of other groups is computed, nor was a moment ago."""
@@ -107,3 +113,13 @@ class Conduct:
         """A step of this link is for no session that takes it. The link ends if there were too many."""
         if not self._unasked.take(link.group, trio.current_time()):
             await link.end("too many steps that nobody asked for")
+
+
+async def _wait(turns: Turns, link: Link, size_bytes: int, amount: float) -> None:
+    """Raises PeerRefused without memory for a frame of this size, which waits."""
+    if not link.scope.take(Resource.MEMORY, size_bytes):
+        raise PeerRefused(RefusalCode.BUSY, "your address has asked for much, and no memory is left meanwhile")
+    try:
+        await turns.wait((link.group, link.peer), amount)
+    finally:
+        link.scope.release(Resource.MEMORY, size_bytes)

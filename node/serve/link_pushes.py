@@ -44,10 +44,17 @@ class LinkPushes:
         self._desk = desk
         self._conduct = conduct
         self._tally = tally
+        self._used = 0
+        """The pushes that sessions have taken, since the last question."""
         self._grants = LinkGrants(link, desk, nursery, on_bug)
 
-    def hear(self, frame: Frame) -> None:
-        """The peer would push to a session, which need not be here yet. Raises RemoteProtocolError."""
+    async def hear(self, frame: Frame) -> None:
+        """The peer would push to a session, which need not be here yet.
+
+        Raises RemoteProtocolError, and PeerRefused without memory for a frame that waits for its turn.
+        """
+        used, self._used = self._used, 0
+        await self._conduct.wait_want(self._link, frame, used)
         self._grants.note(frame, unpack(PushLimit, frame.meta).limit_bytes)
         if (session := self._sessions.get(frame.session)) is not None:
             session.inbox.pushes.hear(self._grants)
@@ -66,6 +73,7 @@ class LinkPushes:
             try:
                 if session.inbox.put_pushed(frame, self._grants):
                     self._tally.given_directly += 1
+                    self._used += 1
                     return
             except (PeerRefused, RemoteProtocolError) as error:
                 log.info("dropped a step pushed by peer=%s: %s", peer, error)

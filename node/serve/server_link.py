@@ -44,7 +44,8 @@ if TYPE_CHECKING:
     from llmnode.wire.pass_messages import Pass
 
 WORK = {FrameType.STEP, FrameType.WANT, *PASSES, *ADAPTERS}
-"""The frames that ask for work of the worker, which has limits of its own, and a question before a push."""
+"""The frames that ask for work of the worker, which has limits of its own, and a question before a push, which has
+turns of its own."""
 MOST_NAMED = 256
 """The sessions that a link remembers to have opened or resumed last."""
 
@@ -120,7 +121,7 @@ class ServerLink:
                 case request if request in ADAPTERS:
                     self._adapters.begin(frame)
                 case FrameType.WANT:
-                    self._pushes.hear(frame)
+                    await self._pushes.hear(frame)
                 case FrameType.CLOSE:
                     check_empty(frame)
                     if frame.session == NO_SESSION:

@@ -49,7 +49,7 @@ from llmnode.node.serve.conduct import Conduct
 async def forgive(*_):
     await trio.lowlevel.checkpoint()
 
-Conduct.note_malformed = Conduct.wait_turn = ConnectionAdmission.wait_turn = forgive
+Conduct.note_malformed = Conduct.wait_turn = Conduct.wait_want = ConnectionAdmission.wait_turn = forgive
 ConnectionAdmission.accepts = lambda *_: True
 """
 

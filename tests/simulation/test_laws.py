@@ -39,6 +39,7 @@ def without_turns_and(owner: Any, name: str, instead: Any) -> Mutate:  # Any: as
 
     def mutate(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Conduct, "wait_turn", nothing)
+        monkeypatch.setattr(Conduct, "wait_want", nothing)
         monkeypatch.setattr(owner, name, instead)
 
     return mutate

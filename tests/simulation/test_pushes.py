@@ -264,7 +264,7 @@ async def test_wants_for_sessions_that_are_not_there_are_forgotten_in_the_end() 
         node = swarm.nodes["1a"]
         link = await swarm.internet.network("hostile").dial(node.network.addresses[0])
         rng = random.Random(1)
-        for _ in range(3000):
+        for _ in range(1200):  # more would wait for their turn, and overrun the queue
             await link.send(Frame(FrameType.WANT, SessionId(rng.randbytes(16)), meta=pack(PushLimit(2**62))))
         await trio.sleep(2)
         (grants,) = node.server.desk._links[peer_named("hostile")]

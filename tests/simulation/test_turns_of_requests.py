@@ -9,35 +9,58 @@ from typing import TYPE_CHECKING
 import pytest
 import trio
 
-from llmnode.core.ids import SessionId
-from llmnode.core.policy import ServePolicy
+from llmnode.core.ids import SessionId, Step
+from llmnode.core.policy import ServePolicy, TurnPolicy
 from llmnode.core.span import Span
 from llmnode.errors import PeerError, single_error
+from llmnode.node.serve.push_inlet import LinkGrants
 from llmnode.swarm.peer_connection import open_connection
-from llmnode.testing import Dialogue, open_world, simulated
+from llmnode.testing import Dialogue, check_coverage, open_world, simulated
 from llmnode.wire.frame import Frame, FrameType
+from llmnode.wire.messages import pack
 from llmnode.wire.payload import Codec
+from llmnode.wire.push_messages import PushLimit
+from simulation.pushes import neighbours, open_frame
 
 if TYPE_CHECKING:
     from llmnode.ports import Link
 
 BLOCKS = Span(0, 6)
 SECONDS, FRAMES_PER_S = 2, 150
+THERE = SessionId(b"t" * 16)
+WANTS = {
+    "WANT": Frame(FrameType.WANT, SessionId(b"w" * 16), step=Step(1), meta=pack(PushLimit(0))),
+    "WANT for a session that is there": Frame(FrameType.WANT, THERE, step=Step(1), meta=pack(PushLimit(0))),
+}
 KINDS = {
     "questions": Frame(FrameType.DESCRIBE),
     "steps of no session": Frame(
         FrameType.STEP, session=SessionId(bytes(range(16))), length=1, payload=bytes(16), value_bytes=4
     ),
+    **WANTS,
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("groups", [1, 16])
 @simulated
-async def test_floods_are_answered_at_a_bounded_rate_and_an_honest_client_soon(kind: str, groups: int) -> None:
-    requests, answered = ServePolicy().requests, 0
-    async with open_world() as world:
+async def test_floods_are_answered_at_a_bounded_rate_and_an_honest_client_soon(
+    kind: str, groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing answers most WANTs: those that are looked at count."""
+    requests, answered, note = ServePolicy().requests, 0, LinkGrants.note
+
+    def noted(grants: LinkGrants, frame: Frame, limit_bytes: int) -> None:
+        nonlocal answered
+        answered += 1
+        note(grants, frame, limit_bytes)
+
+    monkeypatch.setattr(LinkGrants, "note", noted)
+    async with open_world(serve_policy=ServePolicy(wants=requests)) as world:
         address = (await world.start("0a", BLOCKS)).network.addresses[0]
+        client = await world.internet.network("client", "7.7.7.7").dial(address)
+        await client.send(open_frame(THERE, 0))
+        await client.send(neighbours(THERE, 1, sender="rude 0"))
 
         async def read(link: Link) -> None:
             nonlocal answered
@@ -72,6 +95,23 @@ async def test_floods_are_answered_at_a_bounded_rate_and_an_honest_client_soon(k
                     await connection.describe(5)
                     assert trio.current_time() - began_s < 1
             nursery.cancel_scope.cancel()
+
+
+@simulated
+async def test_each_push_that_is_used_pays_for_a_question_before_a_push() -> None:
+    """A server asks for each session of the clients that it serves."""
+    few = ServePolicy(wants=TurnPolicy(burst=4, per_s=1e-6, shared_per_s=1e-6))
+    async with open_world(serve_policy=few) as world:
+        for name, span in (("0a", Span(0, 3)), ("1a", Span(3, 6))):
+            await world.start(name, span)
+        await check_coverage(world)
+        async with world.client() as client:
+            for _ in range(20):
+                async with client.router.open_session(64, Codec.RAW) as session:
+                    dialogue = Dialogue(session, random.Random(0))
+                    for _ in range(3):
+                        await dialogue.step(1)
+        assert world.nodes["1a"].server.tally.given_directly >= 40
 
 
 @simulated

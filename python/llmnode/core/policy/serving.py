@@ -159,6 +159,9 @@ class ServePolicy:
     openings: TurnPolicy = TurnPolicy(burst=0, per_s=1, shared_per_s=1024)
     """Those that a session opens and ends with, beyond that burst, while nothing of others is computed: a large batch
     opens its sessions in a moment."""
+    wants: TurnPolicy = TurnPolicy(burst=1024, per_s=16, shared_per_s=256)
+    """Questions before pushes. A server asks about one for each session that it pushes to, and for more as a session
+    grows: each push that was used gives its address group one back. Each takes about a tenth of a millisecond."""
     others_work_s: float = 1.0
     """A step of others counts for this long after its end: they will send the next one."""
     requests_per_step: float = 4.0
