@@ -26,6 +26,7 @@ class Options(argparse.Namespace):
     tokens: int
     thin: bool = False
     model: str | None
+    models: Sequence[str]
     plot: Path | None
     chunks: int
     minutes: float

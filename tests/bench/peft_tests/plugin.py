@@ -2,10 +2,10 @@
 
 A test that fails for no known reason runs again over the whole model in this process, as a control (`verdict.py`).
 
-The plugin changes some of them. Parameters with another model than the Llama are left out. The mask of the tests' own
-batch has its padding at the left. Behind a trained prompt it has it at the right, or none if the test generates text.
-PEFT's has it in the middle of a row, which is refused. Libraries that the tests import and do not use may be missing,
-and a few texts stand for a data set of the hub.
+The plugin changes some of them. Cases of another model than the served one are left out, and counted. The mask of the
+tests' own batch has its padding at the left. Behind a trained prompt it has it at the right, or none if the test
+generates text. PEFT's has it in the middle of a row, which is refused. Libraries that the tests import and do not use
+may be missing, and a few texts stand for a data set of the hub.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import json
 import os
 import sys
 import types
+from collections import Counter
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,7 @@ from peft import PromptLearningConfig
 from transformers import AutoModelForCausalLM, Trainer
 
 import llmnode
-from bench.peft_tests.suite import LLAMA
+from bench.peft_tests.suite import LLAMA, MODELS
 from bench.peft_tests.verdict import FAILED, Ended, does_not_apply, verdict
 from llmnode.errors import ConfigError
 
@@ -37,9 +38,13 @@ UNUSED = {"diffusers": ("StableDiffusionPipeline",), "datasets": ("load_dataset"
 """Libraries that the tests import, and the names in them."""
 GENERATING = ("generate", "disable_adapter")
 """Parts of the names of tests that generate text. It cannot go on behind padding."""
+MODEL = MODELS[os.environ.get("LLMNODE_PEFT_FAMILY", "llama")]
+"""The one that is served."""
 _PEERS: list[str] = json.loads(os.environ.get("LLMNODE_PEFT_PEERS", "[]"))
 _open: list[Any] = []
 _found: list[dict[str, str]] = []
+_left_out: Counter[str] = Counter()
+"""Cases of other models."""
 _ended: list[Ended] = []
 """How the run of the test that was run last ended."""
 _load_whole = AutoModelForCausalLM.from_pretrained
@@ -56,7 +61,7 @@ class Served:
         """A copy of the model over the one connection. Raises ConfigError for what is not served."""
         if cls.is_control:
             return _load_whole(name, *args, **options)
-        if Path(name).resolve() != Path(LLAMA).resolve():
+        if Path(name).resolve() != Path(MODEL).resolve():
             raise ConfigError(f"{name} is not served")
         if (dtype := options.pop("dtype", None)) not in (None, torch.float32):
             raise ConfigError(f"this swarm computes in float32, and not in {dtype}")
@@ -66,7 +71,7 @@ class Served:
         if options:
             raise ConfigError(f"this swarm serves the model as it is, without {', '.join(options)}")
         if not _open:
-            _open.append(llmnode.connect(LLAMA, peers=_PEERS))
+            _open.append(llmnode.connect(MODEL, peers=_PEERS))
         return copy.deepcopy(_open[0])
 
 
@@ -108,7 +113,8 @@ def _inputs(mask: list[int]) -> Callable[[object], dict[str, torch.Tensor]]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    others = [each for each in items if _params(each).get("model_id", LLAMA) != LLAMA]
+    others = [each for each in items if _model(each) != MODEL]
+    _left_out.update(map(_model, others))
     config.hook.pytest_deselected(items=others)
     items[:] = [each for each in items if each not in others]
 
@@ -159,12 +165,17 @@ def pytest_sessionfinish() -> None:
     for each in _open:
         each.close()
     if file := os.environ.get("LLMNODE_PEFT_RESULTS"):
-        Path(file).write_text(json.dumps(_found))
+        Path(file).write_text(json.dumps({"tests": _found, "left_out": _left_out}))
 
 
 def _params(item: pytest.Item) -> dict[str, Any]:
     found: dict[str, Any] = getattr(getattr(item, "callspec", None), "params", {})
     return found
+
+
+def _model(item: pytest.Item) -> str:
+    """The model that a case asks for."""
+    return str(_params(item).get("model_id", LLAMA))
 
 
 def _config(kind: str, options: dict[str, Any]) -> str:

@@ -20,6 +20,13 @@ from llmnode.machine.cache_folder import cache_folder, make_in_cache
 LLAMA = "trl-internal-testing/tiny-random-LlamaForCausalLM"
 """The name by which PEFT's tests ask the hub for their Llama. A folder of this name in the working folder is found
 instead."""
+MODELS = {
+    "llama": LLAMA,
+    "gpt2": "peft-internal-testing/tiny-random-GPT2LMHeadModel",
+    "qwen2": "peft-internal-testing/tiny-dummy-qwen2",
+}
+"""The families that servers can have here, and PEFT's models of them. Tests without a model of their own are run with
+the Llama."""
 _OTHERS = re.compile(r'"((?:hf|peft|trl)-internal-testing/[\w.-]+)"')
 """The names of all models in the tests."""
 _FILES = ("test_decoder_models.py", "testing_common.py", "testing_utils.py")
@@ -76,36 +83,33 @@ def copy_tests(tests: Path, folder: Path) -> None:
     (folder / "pytest.ini").write_text("[pytest]\naddopts = -W ignore -p no:cacheprovider\nmarkers =\n  regression\n")
 
 
-def name_all(folder: Path) -> None:
-    """Let the Llama in `folder` be found by the name of every model that the tests in it name."""
-    llama = folder / LLAMA
+def name_all(folder: Path, model: str) -> None:
+    """Let the `model` in `folder` be found by the name of every model that the tests in it name."""
+    served = folder / model
     for name in {each for file in _FILES for each in _OTHERS.findall((folder / "tests" / file).read_text())}:
         if not (link := folder / name).exists():
             link.parent.mkdir(exist_ok=True)
-            link.symlink_to(llama)
+            link.symlink_to(served)
 
 
-def save_model(folder: Path, blocks: int) -> None:
-    """A small random Llama with this many `blocks`, whose blocks matter, with the tokenizer of the embedded model.
+def save_model(folder: Path, family: str, blocks: int) -> None:
+    """A small random model with this many `blocks`, whose blocks matter, with the tokenizer of the embedded model.
 
     The smaller sides of its matrices are 32, since a test adds an adapter of rank 20.
     """
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     from llmnode.models.embedded import open_embedded
 
     tokenizer = AutoTokenizer.from_pretrained(open_embedded().path)
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=blocks,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=len(tokenizer),
-        max_position_embeddings=512,
-        initializer_range=0.2,
-    )
+    sizes = {"hidden_size": 64, "num_hidden_layers": blocks, "num_attention_heads": 4, "max_position_embeddings": 512}
+    if family == "gpt2":  # blocks on servers drop nothing out
+        sizes |= {"attn_pdrop": 0, "embd_pdrop": 0, "resid_pdrop": 0}
+    else:
+        sizes |= {"intermediate_size": 128, "num_key_value_heads": 2}
+    tokens = {"vocab_size": len(tokenizer), "bos_token_id": 1, "eos_token_id": 2}
+    config = AutoConfig.for_model(family, **sizes, **tokens, initializer_range=0.2)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
