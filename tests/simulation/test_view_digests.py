@@ -262,9 +262,9 @@ async def test_the_time_that_a_node_takes_to_verify_is_not_counted_against_the_p
 ) -> None:
     merge = Swarm._merge
 
-    async def merge_slowly(self: Swarm, *arguments: Any) -> None:  # Any: passed on
+    async def merge_slowly(self: Swarm, *arguments: Any, **named: Any) -> None:  # Any: passed on
         await trio.sleep(2)
-        await merge(self, *arguments)
+        await merge(self, *arguments, **named)
 
     monkeypatch.setattr(Swarm, "_merge", merge_slowly)
     async with two_nodes(DIGESTS_ALWAYS) as (one, other):

@@ -61,6 +61,8 @@ class View:
         self._rng = rng or random.Random()
         self._newest: dict[PeerId, _Entry] = {}
         self._rates = Rates(policy.changes_at_once, 1 / policy.change_every_s)
+        self._newcomers = Rates(policy.view_peers, policy.newcomers_per_s)
+        """Peers that we did not know, and that an address group has told us of, unasked."""
         self._heard: FairShares[PeerId] = FairShares()
         """Peers that others have named, by the address group of the neighbour, the neighbour, and the model."""
         self._met: FairShares[PeerId] = FairShares()
@@ -73,6 +75,15 @@ class View:
 
     def __contains__(self, peer: PeerId) -> bool:
         return peer in self._newest
+
+    def may_hear(self, peer: PeerId, source: Source, now_ms: int) -> bool:
+        """Whether unasked news of `peer` is worth a look. That of unknown peers counts: identities are free.
+
+        A peer's own news over its own link does not count: a connection takes turns.
+        """
+        if peer in self._newest or peer == source.peer:
+            return True
+        return self._newcomers.take(source.group, now_ms / 1000)
 
     def is_newer(self, announcement: Announcement, now_ms: int) -> bool:
         """Whether it is worth verifying: it holds, is newer than what we have, and does not come too soon."""

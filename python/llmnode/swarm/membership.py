@@ -268,19 +268,25 @@ class Swarm:
         return self._view_exchange.answer(frame, link.version)
 
     async def take_news(self, frame: Frame, link: Link) -> None:
-        """Believe an unasked NEWS frame, as far as it is signed. Raises RemoteProtocolError."""
+        """Believe an unasked NEWS frame, as far as it is signed and names few newcomers. Raises RemoteProtocolError."""
         unpack(Clock, frame.meta)
-        await self._merge(unpack_news(frame.payload, self._policy).read(), source_of(link))
+        await self._merge(unpack_news(frame.payload, self._policy).read(), source_of(link), is_asked=False)
 
     # Inside
 
-    async def _merge(self, announcements: Iterable[SignedAnnouncement | RemoteProtocolError], source: Source) -> None:
+    async def _merge(
+        self,
+        announcements: Iterable[SignedAnnouncement | RemoteProtocolError],
+        source: Source,
+        *,
+        is_asked: bool = True,
+    ) -> None:
         """Raises RemoteProtocolError at the first announcement that its own peer has not signed."""
         self._drop_expired()
         for number, signed in enumerate(announcements, 1):
             if isinstance(signed, RemoteProtocolError):
                 self._note_unread(source.peer, signed)
-            else:
+            elif is_asked or self.view.may_hear(signed.announcement.peer, source, self._now_ms()):
                 self._believe(signed, source)
             if number % READ_AT_ONCE == 0:
                 await trio.lowlevel.checkpoint()

@@ -180,6 +180,9 @@ class SwarmPolicy:
     """A peer may announce this often in a row: it joins, is online, drains and leaves."""
     change_every_s: float = 5.0
     """Then it may do so this often. Announcements that come sooner are not taken, and cost nobody anything."""
+    newcomers_per_s: float = 16.0
+    """An address group may tell a node, unasked, of `view_peers` peers that the node does not know, and then of this
+    number a second. Others are neither verified nor passed on. An exchange brings them if they are real."""
     announcement_bytes: int = 4096
     addresses: int = 8
     dht: DhtPolicy = field(default_factory=DhtPolicy)
