@@ -198,6 +198,18 @@ def test_placement_compares_the_plan_with_newcomers_optima_and_published_layouts
     assert "llama30b on 24 machines: stages and the plan, of the best layout" in {aim["name"] for aim in report["aims"]}
 
 
+def test_placement_simulates_hundreds_of_hosts_that_come_and_go() -> None:
+    done = bench("placement", "--churn", "80", "240", "--minutes", "2", "--blocks", "20", "--json")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout.splitlines()[-1])["rows"]
+    assert [row["variant"].split()[0] for row in rows] == ["80", "240"]
+    for row in rows:
+        assert 0.3 < row["of the bound"] <= 1
+        assert row["decisions"] > row["on at the end"] > 0, "each host that is on decides once a minute"
+        assert row["CPU, s per virtual hour"] > 0
+    assert rows[1]["net tokens/s"] > 2 * rows[0]["net tokens/s"]
+
+
 def test_placement_simulates_the_hosts_and_the_trace_of_files(tmp_path: Path) -> None:
     hosts, trace = tmp_path / "hosts.csv", tmp_path / "trace.csv"
     hosts.write_text("host,tokens_per_s,blocks\nfast,40,8\nslow,10,4\nother,10,4\n")

@@ -130,3 +130,19 @@ def test_nodes_that_keep_serving_while_they_load_lose_less() -> None:
     hosts = two_classes(1, 24, days=0.25)
     keeping = simulated(hosts, 1, 6, replace(CONDITIONS, keeps_serving=True))
     assert keeping.net_tokens_per_s > simulated(hosts, 1, 6).net_tokens_per_s
+
+
+def test_hosts_that_are_on_at_first_come_one_after_the_other_if_they_are_to() -> None:
+    first_s = [host.uptimes[0].from_s for host in two_classes(0, 200) if host.uptimes]
+    spread_s = [host.uptimes[0].from_s for host in two_classes(0, 200, joins_over_s=600.0) if host.uptimes]
+    assert first_s.count(0.0) > 50
+    assert spread_s.count(0.0) == 0
+    assert sum(from_s < 600 for from_s in spread_s) > 50
+
+
+def test_views_that_hear_news_every_few_seconds_change_only_then() -> None:
+    hosts = drawn(1, 16)
+    at_once, rarely = (simulated(hosts, 1, 1, replace(CONDITIONS, exchange_every_s=every_s)) for every_s in (0.0, 5.0))
+    assert rarely != at_once
+    assert rarely.decisions > 16 * 40
+    assert rarely.net_tokens_per_s == pytest.approx(at_once.net_tokens_per_s, rel=0.3)

@@ -47,6 +47,7 @@ class Options(argparse.Namespace):
     hosts: Path | None
     trace: Path | None
     blocks: int | None
+    churn: Sequence[int] | None
 
 
 def count(least: int = 1, most: int = MOST) -> Callable[[str], int]:

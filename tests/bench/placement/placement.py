@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from bench.kit.options import add_plot, add_thin, count
 from bench.kit.report import Report, Row, at_least, at_most, below
+from bench.placement.churn import churn_row
 from bench.placement.exact import best_throughput
 from bench.placement.layouts import read_cluster, read_published
 from bench.placement.swarms import (
@@ -58,6 +59,7 @@ LIAR_TOKENS_PER_S = 5.0
 LIED_TO_S = 2 * 3600.0
 CURVE_S = 900.0
 """A curve of figure 4 has the mean of each quarter of an hour."""
+MOST_HOSTS = 20_000
 SMALL = (8, 12, 5)
 """Servers, blocks, and the most blocks of one server: HiGHS needs seconds for each case."""
 
@@ -83,9 +85,25 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--blocks", type=count(1, MOST_BLOCKS), metavar="N", help=f"of the model that they serve (default {BLOCKS})"
     )
+    parser.add_argument(
+        "--churn",
+        type=count(20, MOST_HOSTS),
+        nargs="+",
+        metavar="N",
+        help="simulate this many hosts alone that come and go, once for each number: synthetic, of two classes",
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=60.0,
+        metavar="N",
+        help="the virtual time of --churn after the first hosts have joined (default 60)",
+    )
 
 
 def run(options: Options) -> Report:
+    if options.churn:
+        return _churn(options)
     fleet = fleet_of(options)
     rows, aims = _figure_4(options, fleet)
     if options.hosts is None and options.trace is None:
@@ -96,6 +114,13 @@ def run(options: Options) -> Report:
     load_s = fleet.conditions.load_s_per_block
     conditions = {"seed": SEED, "hosts": len(fleet.hosts), "blocks": fleet.blocks, "load_s_per_block": load_s}
     return Report(rows, aims, conditions, "see the README")
+
+
+def _churn(options: Options) -> Report:
+    """A report of these rows alone."""
+    blocks = options.blocks or BLOCKS
+    rows = [churn_row(number, options.minutes, blocks) for number in options.churn or ()]
+    return Report(rows, [], {"seed": SEED, "blocks": blocks, "minutes": options.minutes}, "see the README")
 
 
 def _figure_4(options: Options, fleet: Fleet) -> tuple[list[Row], list[Aim]]:

@@ -74,11 +74,18 @@ def daily_sine(
 
 
 def two_classes(
-    seed: int, hosts: int, days: float = 1.0, daily: float = 0.6, outages_per_day: float = 1.0
+    seed: int,
+    hosts: int,
+    days: float = 1.0,
+    daily: float = 0.6,
+    outages_per_day: float = 1.0,
+    joins_over_s: float = 0.0,
+    most_blocks: int = 10,
 ) -> list[Host]:
     """Synthetic churn: a share of `daily` hosts that are on in the evening of their time zone, and others always.
 
-    Always-on hosts restart now and then. Each belongs to one of four providers, all of which have outages.
+    Always-on hosts restart now and then. Each belongs to one of four providers, all of which have outages. Those that
+    are on at first come one after the other, within `joins_over_s`.
     """
     rng = random.Random(seed)
     outages = [
@@ -87,7 +94,8 @@ def two_classes(
     ]
     fleet = []
     for number in range(hosts):
-        host = uneven(number, rng)
+        host = uneven(number, rng, most_blocks=most_blocks)
+        joins_s = rng.uniform(0, joins_over_s) if joins_over_s else 0.0
         if rng.random() < daily:
             zone_s, own = rng.choice((0, 6, 8, 15)) * 3600.0, []
             for day in range(-1, math.ceil(days) + 1):
@@ -99,7 +107,7 @@ def two_classes(
             own[0] = replace(own[0], from_s=0.0)
             for outage in rng.choice(outages):
                 own = [piece for uptime in own for piece in _without(uptime, outage)]
-        fleet.append(replace(host, uptimes=apart(_within(own, days * DAY_S))))
+        fleet.append(replace(host, uptimes=apart(_within(own, joins_s, days * DAY_S))))
     return fleet
 
 
@@ -119,8 +127,8 @@ def _without(uptime: Uptime, outage: Uptime) -> list[Uptime]:
     return [part for part in parts if part.to_s - part.from_s >= 1.0]
 
 
-def _within(uptimes: Sequence[Uptime], end_s: float) -> list[Uptime]:
-    cut = (replace(each, from_s=max(0.0, each.from_s), to_s=min(each.to_s, end_s)) for each in uptimes)
+def _within(uptimes: Sequence[Uptime], begin_s: float, end_s: float) -> list[Uptime]:
+    cut = (replace(each, from_s=max(begin_s, each.from_s), to_s=min(each.to_s, end_s)) for each in uptimes)
     return [each for each in cut if each.to_s > each.from_s]
 
 

@@ -74,6 +74,8 @@ class SwarmFigures:
     tokens: float = 0.0
     """The sum over all sessions, in the whole time."""
     replayed_tokens: float = 0.0
+    decisions: int = 0
+    """The times that a node considered a move."""
     moves: int = 0
     loaded_blocks: int = 0
     most_moving: int = 0
@@ -216,6 +218,7 @@ class _Swarm:
         known = servers.by_peer.get(node.host.peer)
         if node.online and known is not None and known.span == node.span:
             decision = node.rebalancer.decide(servers, self._now_s)
+            self._outcome.decisions += 1
             absent = [peer for peer in decision.confirm if peer not in self._nodes or self._nodes[peer].host.ghost]
             for peer in absent:
                 node.rebalancer.note_absent(peer, self._now_s)
