@@ -1,6 +1,6 @@
 """`llmnode serve` for the benchmark `table2`: blocks that compute nothing, and hold a resource for the time of BLOOM's.
 
-A resource stands for one of the paper's three A100. It serves one request at a time, whichever of its servers asks. All
+A resource stands for one of the paper's three A100. It serves one forward at a time, whichever of its servers asks. All
 else, from links to scheduling, is real.
 """
 
@@ -71,22 +71,22 @@ class Resource:
 
 
 class ExclusiveExecutor(ChargedExecutor):
-    """Its requests hold a resource one after the other, those of one batch too."""
+    """A forward holds a resource for the times of all its requests: together they are no faster than one by one."""
 
     def __init__(self, real: Executor, resource: Resource) -> None:
         super().__init__(real)
         self._resource = resource
 
     def forward(self, slices: Sequence[Slice]) -> Sequence[Buffer]:
+        seconds = 0.0
         for each in slices:
             blocks = len(each.blocks(self._spans[each.session]))
-            seconds = decode_s(each.start, blocks) if each.length == 1 else positions_s(each.length, blocks)
-            self._resource.hold(seconds)
+            seconds += decode_s(each.start, blocks) if each.length == 1 else positions_s(each.length, blocks)
+        self._resource.hold(seconds)
         return [self._passed(each) for each in slices]
 
     def run(self, passes: Sequence[Pass]) -> Sequence[Buffer]:
-        for each in passes:
-            self._resource.hold(positions_s(each.positions, len(each.span)))
+        self._resource.hold(sum(positions_s(each.positions, len(each.span)) for each in passes))
         return [each.hidden for each in passes]
 
 
