@@ -78,6 +78,25 @@ def test_a_client_without_weights_has_the_layers_that_peft_finds_in_the_whole_mo
     assert _sizes(chosen.parts) == _sizes(theirs)
 
 
+NORMS = {"llama": "input_layernorm", "gpt2": "ln_1", "mixtral": "post_attention_layernorm"}
+
+
+@pytest.mark.parametrize("case", NORMS)
+def test_training_of_a_norm_in_a_block_is_refused_and_not_left_out(case: str, tmp_path: Path) -> None:
+    """`modules_to_save=["norm"]` names those of blocks, too. One process would train them."""
+    save_model(tmp_path, case, tied=True)
+    folder = open_saved(tmp_path)
+    configs: list[tuple[peft.PeftConfig, str]] = [
+        (peft.LoraConfig(target_modules=TARGETS[case][0], modules_to_save=[NORMS[case]]), "ModulesToSaveWrapper"),
+        (peft.LNTuningConfig(target_modules=[NORMS[case]]), "LNTuningLayer"),
+    ]
+    for config, layer in configs:
+        adapters = BlockAdapters(folder.info.digest, absent_blocks(folder))
+        peft.PeftModel(torch.nn.ModuleList(adapters.blocks), config)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=rf"{NORMS[case]}: servers compute LoRA alone, and this is {layer}"):
+            adapters.chosen(1)
+
+
 @pytest.mark.parametrize("name", ["merge_adapter", "merge_and_unload"])
 @pytest.mark.parametrize("safe_merge", [False, True])
 @pytest.mark.parametrize("case", ["llama", "gpt2"])

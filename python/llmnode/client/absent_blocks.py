@@ -1,4 +1,4 @@
-"""Modules in the place of blocks that are elsewhere: their matrices, under their names and sizes, without weights.
+"""Modules in the place of blocks that are elsewhere: their layers, under their names and sizes, without weights.
 
 PEFT wraps such a layer as any other. The matrices that it adds are real, and belong to the client.
 """
@@ -89,10 +89,11 @@ class AbsentConv1D(_Absent, Conv1D):
         self.register_parameter("bias", _absent(outputs) if has_bias else None)
 
 
-class AbsentMatrices(_Absent):
-    """A module with other matrices, as those of experts and of their router: PEFT can wrap its parameters.
+class AbsentWeights(_Absent):
+    """A module with other weights, as those of experts, of their router and of norms: PEFT can wrap it.
 
-    Servers compute no LoRA for them. `block_adapters.py` says so, where PEFT would only warn that there are none.
+    Servers compute nothing that is added to them. `block_adapters.py` says so, where PEFT would only warn that there
+    are none, or would train those of the client alone.
     """
 
     def __init__(self, shapes: Mapping[str, Sequence[int]]) -> None:
@@ -123,30 +124,36 @@ def _layers(folder: ModelFolder) -> Iterator[Mapping[str, torch.nn.Module]]:
     """The linear layers of each block, and other modules with matrices, by their names in it."""
     if (blueprint := blueprint_of(folder)) is not None:
         for plan in blueprint.blocks:
-            shapes = {name.removesuffix(".weight"): shape for name, shape in plan.shapes.items()}
-            yield {
-                name: AbsentLinear(shape[1], shape[0], f"{name}.bias" in shapes)
-                for name, shape in shapes.items()
-                if len(shape) == _MATRIX_DIMENSIONS
-            }
+            layers: dict[str, dict[str, Sequence[int]]] = {}
+            for name, shape in plan.shapes.items():
+                path, _, weight = name.rpartition(".")
+                layers.setdefault(path, {})[weight] = shape
+            yield {path: _absent_layer(shapes) for path, shapes in layers.items()}
         return
     family = family_of(folder.config)
     decoder = without_weights(folder, family, "eager", torch.float32).get_submodule(family.decoder)
     for block in getattr(decoder, family.blocks):
         linears = {name: _like(block.get_submodule(name), target) for name, target in targets_of(block).items()}
-        layers = {**linears, **_other_matrices(block, linears)}
-        yield {path: layers[path] for path, _ in block.named_modules() if path in layers}
+        others = _other_weights(block, linears)
+        found = {**linears, **others}
+        yield {path: found[path] for path, _ in block.named_modules() if path in found}
 
 
-def _other_matrices(block: torch.nn.Module, linears: Collection[str]) -> Mapping[str, torch.nn.Module]:
-    """The modules of a block that have matrices of their own and are none of its `linears`, by their names."""
+def _other_weights(block: torch.nn.Module, linears: Collection[str]) -> Mapping[str, torch.nn.Module]:
+    """The modules of a block that have weights of their own and are none of its `linears`, by their names."""
     found = {}
     for path, module in block.named_modules():
         shapes = {name: each.shape for name, each in module.named_parameters(recurse=False)}
-        shapes = {name: shape for name, shape in shapes.items() if len(shape) >= _MATRIX_DIMENSIONS}
         if shapes and path and path not in linears:
-            found[path] = AbsentMatrices(shapes)
+            found[path] = AbsentWeights(shapes)
     return found
+
+
+def _absent_layer(shapes: Mapping[str, Sequence[int]]) -> torch.nn.Module:
+    weight = shapes.get("weight", ())
+    if len(weight) != _MATRIX_DIMENSIONS:
+        return AbsentWeights(shapes)
+    return AbsentLinear(weight[1], weight[0], "bias" in shapes)
 
 
 def _like(layer: torch.nn.Module, target: Target) -> torch.nn.Module:
