@@ -108,6 +108,7 @@ def test_a_server_says_what_it_has_open_when_it_is_signalled(nodes: list[Any]) -
         assert (event["sessions"], event["kv_tokens_reserved"]) == (0, 0)
         assert set(event) == {
             "sessions", "kv_tokens_reserved", "links", "relayed", "connections", "streams", "tasks", "files", "peers",
+            "adapter_bytes",
         }  # fmt: skip
         assert event["tasks"] > 1 and event["files"] > 3 and event["peers"] >= 1
 
