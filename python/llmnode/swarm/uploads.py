@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from llmnode.core.links.uplink import UplinkRate
+from llmnode.core.links.uplink import SHARE_BYTES_PER_S, UplinkRate
 from llmnode.errors import PeerTimeout
 
 if TYPE_CHECKING:
@@ -21,22 +21,50 @@ if TYPE_CHECKING:
     from llmnode.core.ids import PeerId
 
 
+GRACE_S = 10.0
+SLOWER = 2
+"""An upload that takes this many times as long as at its share has no place any more: it holds up no others."""
+
+
 class Uploads:
     """Those of one client. A few peers are sent something at a time, by the rate of the uplink."""
 
     def __init__(self) -> None:
         self._rate = UplinkRate()
-        self._places = trio.CapacityLimiter(self._rate.at_once)
+        self._held: dict[object, float] = {}
+        """Until when each upload has its place at most."""
+        self._next = trio.Lock()
+        self._changed = trio.Event()
 
     @asynccontextmanager
-    async def place(self) -> AsyncIterator[None]:
-        async with self._places:
+    async def place(self, size_bytes: int) -> AsyncIterator[None]:
+        """Wait for a place. The context may go on when it has none any more."""
+        upload = object()
+        async with self._next:
+            while (free_s := self._free_from_s()) > trio.current_time():
+                with trio.move_on_at(free_s):
+                    await self._changed.wait()
+            most_s = GRACE_S + SLOWER * size_bytes / SHARE_BYTES_PER_S
+            self._held[upload] = trio.current_time() + most_s
+        try:
             yield
+        finally:
+            del self._held[upload]
+            self._wake()
 
     def note(self, size_bytes: int, began_s: float) -> None:
         """An upload that began at `began_s` has ended."""
         self._rate.note(size_bytes, began_s, trio.current_time())
-        self._places.total_tokens = self._rate.at_once
+        self._wake()
+
+    def _free_from_s(self) -> float:
+        """When there is a place, unless an upload ends before."""
+        last = sorted(self._held.values(), reverse=True)
+        return last[self._rate.at_once - 1] if len(last) >= self._rate.at_once else -math.inf
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = trio.Event()
 
 
 class Lane:
@@ -63,7 +91,7 @@ class Lane:
             for scope in self._left_s:
                 self._left_s[scope], scope.deadline = scope.deadline - now_s, math.inf
             try:
-                async with self._uploads.place():
+                async with self._uploads.place(size_bytes):
                     self.begun_s, self.waits = trio.current_time(), False
                     yield
                     self._uploads.note(size_bytes, self.begun_s)

@@ -9,7 +9,7 @@ import trio.testing
 from llmnode.core.ids import PeerId
 from llmnode.core.links.uplink import AT_FIRST, LEAST, SHARE_BYTES_PER_S
 from llmnode.errors import PeerTimeout
-from llmnode.swarm.uploads import Lane, Uploads
+from llmnode.swarm.uploads import GRACE_S, SLOWER, Lane, Uploads
 from llmnode.testing import simulated
 
 PEER = PeerId("peer")
@@ -53,6 +53,20 @@ async def test_a_slow_uplink_sends_to_few_peers_at_a_time() -> None:
 
 
 @simulated
+async def test_peers_that_take_their_bytes_slowly_hold_up_others_for_a_bounded_time() -> None:
+    slow = Line(100 * SHARE_BYTES_PER_S, SHARE_BYTES_PER_S / 4, AT_FIRST + 1)
+    async with trio.open_nursery() as nursery:
+        began_s = trio.current_time()
+        for number in range(AT_FIRST):
+            nursery.start_soon(slow.upload, number)
+        await trio.testing.wait_all_tasks_blocked()
+        with trio.fail_after(GRACE_S + SLOWER * SIZE_BYTES / SHARE_BYTES_PER_S + 5):
+            await slow.upload(AT_FIRST, 1000)
+        assert trio.current_time() - began_s > GRACE_S + SIZE_BYTES / SHARE_BYTES_PER_S, "an honest one has more time"
+        assert len(slow.under_way) == AT_FIRST, "they go on"
+
+
+@simulated
 async def test_a_fast_uplink_sends_to_all_peers_at_a_time_be_they_slow_or_fast() -> None:
     for link_bytes_per_s in (1e9, 3 * SHARE_BYTES_PER_S / 2):
         line = Line(100 * SHARE_BYTES_PER_S, link_bytes_per_s, 12)
@@ -75,7 +89,7 @@ async def test_our_own_time_is_none_of_a_peers() -> None:
     own_s = lanes[0].stopwatch()
 
     async def occupy(lane: Lane) -> None:
-        async with lane.turn(100):
+        async with lane.turn(SIZE_BYTES):
             await trio.sleep(50)
 
     async with trio.open_nursery() as nursery:
