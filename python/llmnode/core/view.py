@@ -63,6 +63,8 @@ class View:
         self._rates = Rates(policy.changes_at_once, 1 / policy.change_every_s)
         self._newcomers = Rates(policy.view_peers, policy.newcomers_per_s)
         """Peers that we did not know, and that an address group has told us of, unasked."""
+        self._told = Rates(policy.view_peers, policy.newcomers_told_per_s)
+        """Those that it has told us of when we asked."""
         self._heard: FairShares[PeerId] = FairShares()
         """Peers that others have named, by the address group of the neighbour, the neighbour, and the model."""
         self._met: FairShares[PeerId] = FairShares()
@@ -76,14 +78,14 @@ class View:
     def __contains__(self, peer: PeerId) -> bool:
         return peer in self._newest
 
-    def may_hear(self, peer: PeerId, source: Source, now_ms: int) -> bool:
-        """Whether unasked news of `peer` is worth a look. That of unknown peers counts: identities are free.
+    def may_hear(self, peer: PeerId, source: Source, now_ms: int, *, is_asked: bool) -> bool:
+        """Whether news of `peer` is worth a look. That of unknown peers counts: identities are free.
 
         A peer's own news over its own link does not count: a connection takes turns.
         """
         if peer in self._newest or peer == source.peer:
             return True
-        return self._newcomers.take(source.group, now_ms / 1000)
+        return (self._told if is_asked else self._newcomers).take(source.group, now_ms / 1000)
 
     def is_newer(self, announcement: Announcement, now_ms: int) -> bool:
         """Whether it is worth verifying: it holds, is newer than what we have, and does not come too soon."""

@@ -270,7 +270,7 @@ class Swarm:
     async def take_news(self, frame: Frame, link: Link) -> None:
         """Believe an unasked NEWS frame, as far as it is signed and names few newcomers. Raises RemoteProtocolError."""
         unpack(Clock, frame.meta)
-        await self._merge(unpack_news(frame.payload, self._policy).read(), source_of(link), is_asked=False)
+        await self._merge(unpack_news(frame.payload, self._policy).read(), source_of(link), unasked_in=link.group)
 
     # Inside
 
@@ -279,14 +279,20 @@ class Swarm:
         announcements: Iterable[SignedAnnouncement | RemoteProtocolError],
         source: Source,
         *,
-        is_asked: bool = True,
+        unasked_in: str | None = None,
     ) -> None:
-        """Raises RemoteProtocolError at the first announcement that its own peer has not signed."""
+        """Raises RemoteProtocolError at the first announcement that its own peer has not signed.
+
+        `unasked_in` is the address group of a link whose peer was not asked. Relays are several there: one peer behind
+        a relay does not use up what those behind others may tell.
+        """
         self._drop_expired()
+        is_asked = unasked_in is None
+        teller = source if unasked_in is None else Source(source.peer, unasked_in)
         for number, signed in enumerate(announcements, 1):
             if isinstance(signed, RemoteProtocolError):
                 self._note_unread(source.peer, signed)
-            elif is_asked or self.view.may_hear(signed.announcement.peer, source, self._now_ms()):
+            elif self.view.may_hear(signed.announcement.peer, teller, self._now_ms(), is_asked=is_asked):
                 self._believe(signed, source)
             if number % READ_AT_ONCE == 0:
                 await trio.lowlevel.checkpoint()

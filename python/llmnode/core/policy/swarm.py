@@ -183,6 +183,8 @@ class SwarmPolicy:
     newcomers_per_s: float = 16.0
     """An address group may tell a node, unasked, of `view_peers` peers that the node does not know, and then of this
     number a second. Others are neither verified nor passed on. An exchange brings them if they are real."""
+    newcomers_told_per_s: float = 64.0
+    """The same for what it tells when it is asked. Larger views than ours are told in part, every few seconds."""
     announcement_bytes: int = 4096
     addresses: int = 8
     dht: DhtPolicy = field(default_factory=DhtPolicy)
