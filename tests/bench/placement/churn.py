@@ -49,8 +49,9 @@ def churn_row(number: int, minutes: float, blocks: int) -> Row:
 
 def tokens_per_s(figures: SwarmFigures, from_s: float) -> float:
     """The throughput from then on, net of all moves."""
-    ends = [*(time_s for time_s, _ in figures.throughputs[1:]), figures.seconds]
-    steps = zip(figures.throughputs, ends, strict=True)
+    begins = [(0.0, 0.0), *figures.throughputs]
+    ends = [*(time_s for time_s, _ in figures.throughputs), figures.seconds]
+    steps = zip(begins, ends, strict=True)
     tokens = sum(speed * max(0.0, to_s - max(begin_s, from_s)) for (begin_s, speed), to_s in steps)
     return (tokens - figures.replayed_tokens) / (figures.seconds - from_s)
 
