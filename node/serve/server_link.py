@@ -172,7 +172,7 @@ class ServerLink:
             session.release()
             raise
         sessions[frame.session] = session
-        self._server.comers.note_opened(self._link.peer, frame.session, trio.current_time())
+        self._server.comers.note_opened(self._link.peer, self._link.group, frame.session, trio.current_time())
         self._nursery.start_soon(self._run_session, session)
 
     def _check_open(self, frame: Frame) -> tuple[Span, OpenRequest, ServedSpan]:
