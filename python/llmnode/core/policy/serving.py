@@ -120,6 +120,9 @@ class AdmissionPolicy:
     idle_s: float = 10.0
     """A session that was not used for this long may be moved for others, if its holder has more than its share. Its
     client replays it elsewhere. A user who reads an answer may take longer, and a client that generates does not."""
+    own_idle_s: float = 60.0
+    """One that was not used for this long may be moved for another session of its own peer. A session within a step is
+    used sooner: its client waits no longer for an answer (`ClientPolicy.step_timeout_s`)."""
     unused_s: float = 2.0
     """The same for a session that has computed nothing yet: nothing is lost. Its first step may be on its way."""
     keeps_s: float = 20.0

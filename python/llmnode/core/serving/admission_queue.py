@@ -234,6 +234,7 @@ class AdmissionQueue:
         policy, inside, shares = self._policy, self._ledger.inside.values(), self._ledger.shares_with(lease)
         times = {now_s, *(each.idle_from_s(policy) for each in inside)}
         times |= {each.since_s + policy.keeps_s for each in inside}
+        times |= {each.used_s + policy.own_idle_s for each in inside if each.peer == lease.peer}
         until_s, every_s = now_s + policy.longest_retry_s, policy.least_retry_s  # more exactly it need not be
         ahead = sorted({every_s * ceil((each - now_s) / every_s) for each in times if now_s <= each <= until_s})
         index = bisect_left(ahead, True, key=lambda in_s: bool(shares.choose_moves(lease, wanted, now_s + in_s)))

@@ -96,6 +96,16 @@ def fair_share(wanted: Iterable[int], total: int) -> float:
     return inf
 
 
+def _without_useless(chosen: Sequence[KvLease], missing: int) -> list[KvLease]:
+    """Those that have to go, of more than enough: a small one may be of no use beside a large one."""
+    kept = list(chosen)
+    for each in chosen:
+        if each.positions <= -missing:
+            kept.remove(each)
+            missing += each.positions
+    return kept
+
+
 @dataclass(frozen=True, slots=True)
 class _Held:
     """Positions by group, and by peer."""
@@ -182,12 +192,12 @@ class KvShares:
         """
         chosen: list[KvLease] = []
         for each in sorted(self._inside_of[lease.peer], key=lambda each: each.used_s):
-            if wanted <= 0 or now_s < each.used_s + self._policy.idle_s:
+            if wanted <= 0 or now_s < each.used_s + self._policy.own_idle_s:
                 break
             if each.claim.priority >= lease.claim.priority:
                 chosen.append(each)
                 wanted -= each.positions
-        return chosen if wanted <= 0 else []
+        return _without_useless(chosen, wanted) if wanted <= 0 else []
 
     def _of_others(
         self,
@@ -222,11 +232,7 @@ class KvShares:
             missing -= best.positions
             held.of_group[best.group] -= best.positions
             held.of_peer[best.peer] -= best.positions
-        for each in list(chosen):  # a small one may be of no use beside a large one
-            if each.positions <= -missing:
-                chosen.remove(each)
-                missing += each.positions
-        return chosen
+        return _without_useless(chosen, missing)
 
     def _rank(self, each: KvLease, held: _Held, lease: KvLease, now_s: float) -> tuple[float, ...] | None:
         """The session with the highest rank gives way to `lease` first. None if it does not give way."""

@@ -209,10 +209,10 @@ def test_a_client_is_told_to_come_again_when_a_session_of_its_own_is_idle() -> N
     hall.use()
     assert hall.retry_after_s(POSITIONS) == POLICY.least_retry_s, "nothing is known of stays"
     hall.queue.use(name(0), hall.now_s, ends=True)
-    assert hall.retry_after_s(POSITIONS) == POLICY.idle_s
+    assert hall.retry_after_s(POSITIONS) == POLICY.own_idle_s
     another = hall.ask(POSITIONS)
-    assert not hall.queue.choose_moves(hall.now_s + POLICY.idle_s - 0.1)
-    assert hall.queue.choose_moves(hall.now_s + POLICY.idle_s) == [name(0)]
+    assert not hall.queue.choose_moves(hall.now_s + POLICY.own_idle_s - 0.1)
+    assert hall.queue.choose_moves(hall.now_s + POLICY.own_idle_s) == [name(0)]
     hall.leave(0)
     assert hall.admit() == [another]
 

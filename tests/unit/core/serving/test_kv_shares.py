@@ -69,7 +69,7 @@ def test_only_holders_above_their_share_give_way_and_only_for_those_that_stay_wi
     )
     groups, peers = Counter(shares.of_group), Counter(shares.of_peer)
     if any(each.peer == waiting.peer for each in moved):
-        assert all(each.peer == waiting.peer and NOW_S - each.used_s >= POLICY.idle_s for each in moved)
+        assert all(each.peer == waiting.peer and NOW_S - each.used_s >= POLICY.own_idle_s for each in moved)
         return
     for each in moved:
         within = shares.share_within(each.group)
@@ -157,7 +157,7 @@ def test_idle_sessions_of_a_peer_make_way_for_its_own() -> None:
     for wanted, moved in ((10, [idle[1]]), (15, [idle[1], idle[2]]), (30, [idle[1], idle[2], idle[0]]), (31, [])):
         waiting = lease("A", "x", 0, wanted=wanted)
         assert KvShares([busy, *idle, *others, waiting], 120, POLICY).choose_moves(waiting, wanted, NOW_S) == moved
-    now_s = 300.0 + POLICY.idle_s - 1
+    now_s = 300.0 + POLICY.own_idle_s - 1
     waiting = lease("A", "x", 0, wanted=10)
     assert not KvShares([busy, *idle, *others, waiting], 120, POLICY).choose_moves(waiting, 10, now_s)
 
