@@ -53,4 +53,4 @@ def grow() -> None:
 
     membership.sign_announcement = sign_grown
     PeerConnection.tell = tell_more  # type: ignore[method-assign]
-    Server.describe = lambda self: replace(describe(self), extensions={"altitude": ALTITUDE})  # type: ignore[method-assign]
+    Server.describe = lambda self, **how: replace(describe(self, **how), extensions={"altitude": ALTITUDE})  # type: ignore[method-assign]
