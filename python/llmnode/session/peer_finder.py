@@ -17,7 +17,7 @@ import trio
 
 from llmnode.core.announcement import PeerState
 from llmnode.core.peers.absence import explain_absence
-from llmnode.core.peers.tastes import Tastes
+from llmnode.core.peers.tastes import Tastes, draw_numbers
 from llmnode.core.peers.ways import believed_ways
 from llmnode.core.peers.whereabouts import groups_of
 from llmnode.core.route import Hop, Route, cost_s, find_detour, find_route
@@ -90,7 +90,7 @@ class PeerFinder:
         self.better_routes = BetterRoutes(pool, self.records, self.reaching, proofs, self._candidates, self.rng)
         self._standbys = Standbys(pool, policy.route)
         self._asking = Asking(pool, self.records, self.reaching, policy.route)
-        self._tastes = Tastes(policy.route.near, copy(self.rng).random)
+        self._tastes = Tastes(policy.route.near, partial(draw_numbers, copy(self.rng)))
 
     async def look_up(self) -> None:
         """Ask the directory for peers of the model. The view has them then."""

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from llmnode.core.announcement import Announcement, Offer, PeerState
 from llmnode.core.ids import PeerId
 from llmnode.core.model import Precision, Profile
 from llmnode.core.peers.asked_loads import PEERS, AskedLoads, LoadNow, expected
 from llmnode.core.peers.standing import OwnUse
-from llmnode.core.peers.tastes import Tastes
+from llmnode.core.peers.tastes import Tastes, draw_numbers
 from llmnode.core.route import HopCost
 from llmnode.core.span import Span
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 A, B, C = (PeerId(name) for name in "abc")
 KEEPS_S, SILENT_S = 5.0, 60.0
@@ -92,11 +95,22 @@ def test_clients_that_asked_the_same_server_spread_as_if_they_had_come_one_by_on
     assert expected(A, 10**9, (), cost_s).total() < 100, "a number is a claim"
 
 
+def drawn(numbers: list[float]) -> Callable[[int], list[float]]:
+    return lambda count: numbers[:count]
+
+
+@given(st.integers(0, 100), st.integers(1, 20))
+def test_numbers_that_are_drawn_together_are_those_that_would_be_drawn_one_by_one(seed: int, count: int) -> None:
+    one, other = random.Random(seed), random.Random(seed)
+    assert draw_numbers(one, count) == [other.random() for _ in range(count)]
+    assert one.random() == other.random()
+
+
 def test_each_client_prefers_others_of_nearly_equal_servers_and_no_much_dearer_one() -> None:
     costs = {A: HopCost(0.01, 0.001, 0.004), B: HopCost(0.0101, 0.00101), C: HopCost(0.011, 0.0011)}
     chosen: Counter[PeerId] = Counter()
     for number in range(100):
-        tastes = Tastes(0.05, iter([number / 100, number * 37 % 100 / 100, 0.0]).__next__)
+        tastes = Tastes(0.05, drawn([number / 100, number * 37 % 100 / 100, 0.0]))
         liked = tastes.of(costs)
         assert liked == tastes.of(costs), "it stays the same"
         assert liked[A].way_s == 0.004
