@@ -8,6 +8,7 @@ from inspect import iscoroutinefunction
 from typing import TYPE_CHECKING
 
 from bench.kit.report import Report
+from llmnode.errors import ConfigError
 
 if TYPE_CHECKING:
     import argparse
@@ -38,7 +39,12 @@ class Bench:
         return result
 
     def _imported(self) -> ModuleType:
-        return import_module(f"bench.{self.module}")
+        try:
+            return import_module(f"bench.{self.module}")
+        except ModuleNotFoundError as error:
+            if error.name is None or error.name.partition(".")[0] in ("bench", "llmnode"):
+                raise
+            raise ConfigError(f"this benchmark needs {error.name}: tests/bench/run sets up what is missing") from error
 
 
 BENCHES = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bench.__main__ import main
-from bench.registry import BENCHES
+from bench.registry import BENCHES, Bench
 from llmnode.errors import ConfigError
 from llmnode.node.commands import bench
 
@@ -75,6 +76,20 @@ def test_llmnode_bench_starts_them_in_a_checkout() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("llmnode: argument NAME: invalid choice: 'nope'")
+
+
+def test_a_benchmark_without_its_libraries_says_how_to_set_them_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`llmnode bench` runs in the environment of `llmnode demo`, which has no PEFT."""
+    for name, library in (("hungry", "no_such_library"), ("faulty", "bench.no_such_part")):
+        (tmp_path / f"{name}.py").write_text(f"import {library}\n")
+    package = sys.modules["bench"]
+    monkeypatch.setattr(package, "__path__", [*package.__path__, str(tmp_path)])
+    with pytest.raises(ConfigError, match=r"needs no_such_library: tests/bench/run sets up what is missing"):
+        Bench("hungry", "").declare(argparse.ArgumentParser())
+    with pytest.raises(ModuleNotFoundError, match="no_such_part"):
+        Bench("faulty", "").declare(argparse.ArgumentParser())
 
 
 def test_an_installed_llmnode_says_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
