@@ -30,7 +30,7 @@ from llmnode.node.serve.push_inlet import PushDesk
 from llmnode.node.serve.request_memory import RequestMemory
 from llmnode.node.serve.served_span import ServedSpan, ServeStats
 from llmnode.node.serve.session import ServerSession
-from llmnode.node.serve.work_totals import LoadTold, WorkTotals
+from llmnode.node.serve.told_late import ToldLate, WorkDone
 from llmnode.node.serve.work_turns import WorkTurns
 from llmnode.swarm.membership import software
 from llmnode.wire.load_now import load_extension
@@ -94,16 +94,16 @@ class Server:
     desk: PushDesk = field(init=False)
     conduct: Conduct = field(init=False)
     request_memory: RequestMemory = field(init=False)
-    _totals: WorkTotals = field(init=False)
-    _load_told: LoadTold = field(init=False)
+    _work_told: ToldLate[WorkDone] = field(init=False)
+    _load_told: ToldLate[float] = field(init=False)
 
     def __post_init__(self) -> None:
         self.next_hops = NextHops(self.pushes, self._addresses, self.policy)
         self.desk = PushDesk(self.network.budget, self.policy)
         self.conduct = Conduct(self.policy, self._groups_at_work)
         self.request_memory = RequestMemory(self.policy)
-        self._totals = WorkTotals(self.policy.totals_s)
-        self._load_told = LoadTold(self.policy.totals_s)
+        self._work_told = ToldLate(self.policy.totals_s)
+        self._load_told = ToldLate(self.policy.totals_s)
 
     async def drop_idle_adapters(self) -> None:
         """Drop adapters that nothing used for a while, until cancelled."""
@@ -292,7 +292,10 @@ class Server:
         """The description has the work done `up_to_now`, or for peers that must not see others work, of seconds ago."""
         worker, span, figures = None if self.served is None else self.served.worker, self.span, self.figures()
         assert span is not None, "a link is accepted once blocks are loaded"
-        busy_us = self.tally.former_busy_us + sum(each.worker.busy_us for each in self._held())
+        tally = self.tally
+        busy_us = tally.former_busy_us + sum(each.worker.busy_us for each in self._held())
+        counts = tally.steps, tally.given_directly, tally.pushed, tally.positions, busy_us
+        work = WorkDone(*counts, **asdict(self.network.traffic))
         return Description(
             software=software(),
             model=self.model.name,
@@ -304,7 +307,7 @@ class Server:
             span_end=span.end,
             kv_tokens_free=0 if worker is None else worker.kv_tokens_free,
             sessions=len(self.sessions),
-            **asdict(self._totals.of(self.tally, busy_us, self.network.traffic, up_to_now=up_to_now)),
+            **asdict(self._work_told.of(work, up_to_now=up_to_now)),
             extensions=None if figures is None else figures_extension(figures),
         )
 
@@ -312,13 +315,14 @@ class Server:
         """The same for a client that asks for the load too, and perhaps is about to open a session."""
         now_s, served = trio.current_time(), self.served
         self.comers.note_asking(link.peer, link.group, now_s, opens=opens)
-        load = LoadNow(
-            self._load_told.of(0.0 if served is None else served.worker.load, up_to_now=up_to_now),
+        load = 0.0 if served is None else served.worker.load
+        load_now = LoadNow(
+            self._load_told.of(load if up_to_now else round(load, 1), up_to_now=up_to_now),
             self.comers.fresh(link.peer, self.sessions, now_s),
             self.comers.asking(link.peer, now_s),
             0 if served is None else served.admission.free,
         )
-        return replace(described, extensions={**(described.extensions or {}), **load_extension(load)})
+        return replace(described, extensions={**(described.extensions or {}), **load_extension(load_now)})
 
 
 def _positions(sessions: Iterable[ServerSession]) -> int:

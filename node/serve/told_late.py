@@ -1,20 +1,17 @@
-"""A server tells what it has done since it started.
+"""A server tells other machines some seconds late what it does.
 
-Up to the moment, these numbers would tell any stranger when others say something, and how much. So peers on other
-machines get those of some seconds ago.
+Up to the moment, the numbers would tell any stranger when others say something, and how much. A single step would show
+in its load, too. Peers on its own machine see all of that anyway, and are told at once.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import trio
 
-if TYPE_CHECKING:
-    from llmnode.core.traffic import Traffic
-    from llmnode.node.serve.served_span import ServeStats
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,39 +29,18 @@ class WorkDone:
     received_plain_bytes: int
 
 
-@dataclass(slots=True)
-class WorkTotals:
-    """Those that were told last. They are told for `every_s`."""
+class ToldLate(Generic[T]):
+    """What other machines were told last. They are told it for `every_s`."""
 
-    every_s: float
-    _told: WorkDone | None = None
-    _told_s: float = 0.0
+    def __init__(self, every_s: float) -> None:
+        self._every_s = every_s
+        self._told: tuple[float, T] | None = None
 
-    def of(self, tally: ServeStats, busy_us: int, traffic: Traffic, *, up_to_now: bool) -> WorkDone:
-        """The work of this moment, or else that which was told last."""
+    def of(self, now: T, *, up_to_now: bool) -> T:
+        """That of this moment, or else what was told last."""
         now_s = trio.current_time()
-        counts = tally.steps, tally.given_directly, tally.pushed, tally.positions, busy_us
-        now = WorkDone(*counts, **asdict(traffic))
         if up_to_now:
             return now
-        if self._told is None or now_s >= self._told_s + self.every_s:
-            self._told, self._told_s = now, now_s
-        return self._told
-
-
-@dataclass(slots=True)
-class LoadTold:
-    """The load average that was told last. A single step would show in that of the moment, too."""
-
-    every_s: float
-    _told: float = 0.0
-    _told_s: float = -math.inf
-
-    def of(self, load: float, *, up_to_now: bool) -> float:
-        """The `load` of this moment, or else the one that was told last, to a tenth."""
-        now_s = trio.current_time()
-        if up_to_now:
-            return load
-        if now_s >= self._told_s + self.every_s:
-            self._told, self._told_s = round(load, 1), now_s
-        return self._told
+        if self._told is None or now_s >= self._told[0] + self._every_s:
+            self._told = now_s, now
+        return self._told[1]
