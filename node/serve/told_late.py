@@ -30,7 +30,7 @@ class WorkDone:
 
 
 class ToldLate(Generic[T]):
-    """What other machines were told last. They are told it for `every_s`."""
+    """It keeps what other machines were told last, for `every_s`."""
 
     def __init__(self, every_s: float) -> None:
         self._every_s = every_s
