@@ -211,9 +211,18 @@ class SessionHops:
         await self.abandon(held)
 
     async def abandon(self, hops: Sequence[SessionHop]) -> None:
-        with trio.move_on_after(self.terms.policy.open_timeout_s, shield=True):
-            for hop in hops:
-                await hop.close()
+        with trio.CancelScope(shield=True):
+            await self.say_goodbye(hops)
+
+    async def say_goodbye(self, hops: Sequence[SessionHop], *, keep: bool = False) -> None:
+        """Tell all `hops` at once to free their KV, or to `keep` it: one that takes nothing holds up no other.
+
+        It is waited for as long as for an answer to OPEN.
+        """
+        with trio.move_on_after(self.terms.policy.open_timeout_s):
+            async with trio.open_nursery() as nursery:
+                for hop in hops:
+                    nursery.start_soon(partial(hop.close, keep=keep))
 
     async def _hold_replay(self, before: SessionHop | None, hops: Sequence[SessionHop]) -> None:
         """Before all positions go through new `hops`, which stand at their first. Raises PeerError."""

@@ -234,8 +234,7 @@ class InferenceSession:
         self._hops.ended = self._hops.ended or SessionClosed("closed")
         if self.spot_checks is not None:
             await self.spot_checks.close()
-        for hop in tuple(self._hops.hops):  # a move that is given up puts others there
-            await hop.close(keep=self._is_exported)
+        await self._hops.say_goodbye(tuple(self._hops.hops), keep=self._is_exported)
 
     async def _at_rest(self) -> None:
         """Wait while another row moves this one along with itself. Raises SessionClosed."""
