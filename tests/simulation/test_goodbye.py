@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 
 def takes_no_goodbye(hop: SessionHop, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its link has no room, as that of a peer that reads too slowly."""
+    """Its outbox is full, as that of a peer that reads too slowly."""
     tell = hop.connection.tell
 
-    async def wait_for_room(frame: Frame, *arguments: Any) -> None:
+    async def wait_for_space(frame: Frame, *arguments: Any) -> None:
         if frame.type is FrameType.CLOSE:
             await trio.sleep_forever()
         await tell(frame, *arguments)
 
-    monkeypatch.setattr(hop.connection, "tell", wait_for_room)
+    monkeypatch.setattr(hop.connection, "tell", wait_for_space)
 
 
 @pytest.mark.parametrize("how", ["closed", "let go"])
