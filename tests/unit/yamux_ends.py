@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import trio
@@ -41,12 +41,14 @@ def frame(kind: int, flags: int, stream: int, length: int) -> bytes:
 
 
 @asynccontextmanager
-async def attacked() -> AsyncIterator[tuple[YamuxConnection, NoiseConnection]]:
+async def attacked(
+    note_untaken: Callable[[YamuxConnection], None] = lambda _: None,
+) -> AsyncIterator[tuple[YamuxConnection, NoiseConnection]]:
     """A connection of ours, and the other end of its session in the hands of someone who obeys nothing above it."""
     (dialler, dialler_id), (listener, listener_id) = new_transport(), new_transport()
     async with tcp_pair() as raw, trio.open_nursery() as nursery:
         attacker, accepted = await secured(raw, dialler, listener, listener_id)
-        ours = YamuxConnection(accepted, dialler_id)
+        ours = YamuxConnection(accepted, dialler_id, note_untaken=note_untaken)
         nursery.start_soon(ours.start)
         yield ours, attacker
         await ours.close()

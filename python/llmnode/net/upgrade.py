@@ -69,4 +69,5 @@ class _OurMuxer(MuxerMultistream):
         secured = cast("NoiseConnection", conn)
         if not secured.has_agreed_on_yamux:
             await self.select_transport(conn)
-        return YamuxConnection(conn, peer_id, self._admission.prove(secured, peer_id))
+        admission = self._admission
+        return YamuxConnection(conn, peer_id, admission.prove(secured, peer_id), admission.note_refused)

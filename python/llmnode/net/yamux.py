@@ -30,6 +30,8 @@ from llmnode.net.yamux_sender import UNSENT_BYTES, Sender, limit_unsent
 from llmnode.net.yamux_stream import LINGER_S, StreamOwner, YamuxStream
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from libp2p.abc import ISecureConn
     from libp2p.connection_types import ConnectionType
     from libp2p.peer.id import ID
@@ -47,11 +49,21 @@ UNACKNOWLEDGED_S = 30
 class YamuxConnection(IMuxedConn):
     """A connection with streams. `start` must be running for as long as it is used; when it ends, so do they."""
 
-    def __init__(self, conn: ISecureConn, peer_id: ID, scope: Scope | None = None) -> None:
-        """`scope` has the reservations of the connection, and is closed with it."""
+    def __init__(
+        self,
+        conn: ISecureConn,
+        peer_id: ID,
+        scope: Scope | None = None,
+        note_untaken: Callable[[YamuxConnection], None] = lambda _: None,
+    ) -> None:
+        """`scope` has the reservations of the connection, and is closed with it.
+
+        `note_untaken` is told of each stream that its peer opens, and resets before it was accepted.
+        """
         assert isinstance(conn, NoiseConnection), "this muxer takes over the session of secure.py"
         self.scope = scope or Scope(None, Kind.CONNECTION, "unlimited", {})
         self.scope.on_evict = self.end
+        self._note_untaken = note_untaken
         self.used_s = trio.current_time()
         """When it was last used for anything but links, for a connection that holds nothing does not stay."""
         self.peer_id = peer_id
@@ -184,7 +196,18 @@ class YamuxConnection(IMuxedConn):
 
     def _tell(self, events: tuple[list[int], list[int], list[int], list[int]]) -> None:
         opened, readable, writable, reset = events
+        for number in reset:
+            if stream := self._streams.get(number):
+                if number in self._opened:
+                    self._note_untaken(self)
+                stream.end_by_reset()
         for number in opened:
+            # One read may bring 20,000 that are reset already, and a number may come again: the machine knows.
+            if number in self._streams or not self.machine.has_stream(number):
+                self._note_untaken(self)
+                if self.has_ended:
+                    return
+                continue
             self._opened[number] = self._new_stream(number)
             self._acceptors.unpark()
         for number in readable:
@@ -195,9 +218,6 @@ class YamuxConnection(IMuxedConn):
         for number in writable:
             if stream := self._streams.get(number):
                 stream.writers.unpark_all()
-        for number in reset:
-            if stream := self._streams.get(number):
-                stream.end_by_reset()
 
     # Its streams
 

@@ -114,6 +114,8 @@ class YamuxStream(IMuxedStream):
         await trio.lowlevel.checkpoint_if_cancelled()
         sender, rest = self._sender, memoryview(data)
         while rest:
+            if self._reset:  # another stream may have this number by now
+                raise self._end_error()
             if sender.is_congested and len(data) > SMALL_BYTES:
                 await self._wait(sender.drained)
                 continue
@@ -196,8 +198,9 @@ class YamuxStream(IMuxedStream):
 
     def give_up(self) -> None:
         """Both directions, now, and say so."""
-        self._machine.reset_stream(self.number)
-        self._sender.flush()
+        if not self._is_over:  # as in `write`
+            self._machine.reset_stream(self.number)
+            self._sender.flush()
         self.end_by_reset()
 
     def end_by_reset(self) -> None:

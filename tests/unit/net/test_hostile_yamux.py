@@ -8,6 +8,8 @@ from contextlib import suppress
 import pytest
 from libp2p.stream_muxer.exceptions import MuxedStreamReset
 
+from llmnode.net.yamux import YamuxConnection
+from llmnode.net.yamux_stream import YamuxStream
 from unit.in_trio import in_trio
 from unit.yamux_ends import ACK, DATA, FIN, PING, RST, SYN, WINDOW_UPDATE, answers, attacked, frame
 
@@ -31,6 +33,48 @@ async def test_streams_that_are_reset_before_anyone_takes_them_leave_nothing() -
         assert (await answers(attacker, 1001))[-12:] == frame(PING, ACK, 0, 5)
         assert not ours._streams
         assert not ours._opened
+
+
+@in_trio
+async def test_streams_that_are_opened_and_reset_in_one_frame_are_counted_and_never_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[int] = []
+    monkeypatch.setattr(YamuxConnection, "_new_stream", lambda _self, number: made.append(number))
+    untaken: list[YamuxConnection] = []
+    async with attacked(untaken.append) as (ours, attacker):
+        frames = b"".join(frame(WINDOW_UPDATE, SYN | RST, 2 * index + 1, 0) for index in range(2000))
+        await attacker.write(frames + frame(PING, SYN, 0, 5))
+        await answers(attacker, 2001)
+        assert not made
+        assert untaken == [ours] * 2000
+
+
+@pytest.mark.parametrize("ends", [SYN | RST, SYN])
+@in_trio
+async def test_a_number_that_is_used_again_in_one_read_leaves_no_stream_that_nobody_knows(ends: int) -> None:
+    """Its window would be memory that no budget counts. With `SYN`, it is reset after it was accepted."""
+    async with attacked() as (ours, attacker):
+        accepted: list[YamuxStream] = []
+        for number in range(1, 41, 2):
+            again = frame(WINDOW_UPDATE, SYN, number, 0) + frame(DATA, 0, number, 4) + b"data"
+            if ends == SYN:
+                await attacker.write(frame(WINDOW_UPDATE, SYN, number, 0))
+                accepted.append(await ours.accept_stream())
+                await attacker.write(frame(WINDOW_UPDATE, RST, number, 0) + again)
+            else:
+                await attacker.write(frame(WINDOW_UPDATE, SYN | RST, number, 0) + again)
+            stream = await ours.accept_stream()
+            assert await stream.read() == b"data"
+            assert ours._streams == {number: stream}
+            for former in accepted:
+                assert former.is_over
+                await former.reset()
+                with pytest.raises(MuxedStreamReset):
+                    await former.write(b"for a stream that is gone")
+            assert ours.machine.has_stream(number)
+            await stream.reset()
+            assert not ours.machine.has_stream(number)
 
 
 MISDEEDS = {

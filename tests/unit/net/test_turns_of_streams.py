@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from libp2p.network.stream.net_stream import NetStream
     from libp2p.network.swarm import Swarm
 
+    from llmnode.net.yamux import YamuxConnection
+
 NEVER = 1e-6
 FEW = BudgetPolicy(
     stream_turns=TurnPolicy(burst=6, per_s=NEVER, shared_per_s=NEVER),
@@ -117,6 +119,19 @@ async def test_streams_that_are_reset_while_they_wait_cost_the_connection_at_onc
             opened += await is_reset_at_once(rude)
             await trio.sleep(0.01)
         assert opened < 100
+
+
+@in_trio
+async def test_streams_that_are_reset_before_they_are_accepted_cost_the_connection() -> None:
+    async with connected(PATIENT) as (server, connect):
+        rude = await connect("127.0.0.2")
+        muxed = cast("YamuxConnection", rude.muxed_conn)
+        for _ in range(FEW.refused_streams_burst + 1):
+            muxed.machine.reset_stream(cast("int", muxed.machine.open_stream()))
+        muxed.sender.flush()
+        await until(lambda: muxed.has_ended)
+        assert await is_identified(await connect("127.0.0.3")), "other peers go on"
+        assert not server.budget.process.held[Resource.STREAMS] > MOST
 
 
 @in_trio
