@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 import trio
 
-from llmnode.core.policy import MovePolicy, RoutePolicy
+from llmnode.core.policy import MovePolicy, RoutePolicy, ServePolicy
 from llmnode.core.texts.beams import sessions_of_rows
 from llmnode.errors import SessionClosed
 from llmnode.testing import exact_input, peer_named, seeds
@@ -26,6 +26,7 @@ from simulation.world import ALL_BLOCKS, KV_TOKENS, SPANS, Dialogue, World, kv_i
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
+    from pathlib import Path
 
     from llmnode.core.ids import PeerId
 
@@ -373,3 +374,30 @@ async def test_all_rows_go_back_if_one_cannot_take_its_new_place() -> None:
             assert not any(moves(batch)) and routes(batch) == {(peer_named("slow"),)}
             assert not any(row.session.recoveries for row in batch)
         await kv_is_free(swarm)
+
+
+@simulated
+async def test_a_row_that_was_to_be_moved_along_can_be_saved_with_its_kv_before_its_next_step(tmp_path: Path) -> None:
+    told = 0
+
+    def refuse(_peer: PeerId, frame: Frame) -> list[Frame]:
+        nonlocal told
+        told += frame.type is FrameType.TRUNCATED
+        return never_truncates(frame)
+
+    async def join(swarm: World) -> None:
+        (await start(swarm, "fast", ALL_BLOCKS, FAST_S)).network.tamper = refuse
+
+    async with (
+        slow_world(join) as (swarm, _),
+        swarm.client(MOVES) as (router, _),
+        opened(router, 2, beside=True, max_length=LENGTH) as batch,
+    ):
+        mover, other = batch
+        while not told:
+            mover, other = other, mover
+            await mover.step(1)
+        assert not any(moves(batch))
+        assert await other.session.export(tmp_path / "session") == ServePolicy().lease_s
+        await step_all(batch)
+        assert not any(row.session.recoveries for row in batch)

@@ -62,12 +62,25 @@ async def lease(hops: SessionHops) -> float:
             log.info("no lease: %s", error)
 
     # A hop that has lost its place in the session, or logs nothing for the next one, would be of no use.
-    if state.is_settled and hops.terms.policy.recovery.upstream_logs:
+    if hops.terms.policy.recovery.upstream_logs and await _are_in_place(hops):
         async with trio.open_nursery() as nursery:
             for index, hop in enumerate(state.hops):
                 if hop.failure is None:
                     nursery.start_soon(ask, index, hop)
     return min(granted_s)
+
+
+async def _are_in_place(hops: SessionHops) -> bool:
+    """Whether all hops stand at the session's position.
+
+    If none is lost they go there first: after a move that failed, another row would do so only with its next step.
+    """
+    if not hops.state.is_settled and hops.state.lost is None:
+        try:
+            await hops.settle()
+        except PeerError as error:
+            log.info("no lease: %s", error)
+    return hops.state.is_settled
 
 
 def save(hops: SessionHops, token_ids: Sequence[int]) -> SavedSession:
