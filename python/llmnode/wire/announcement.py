@@ -37,6 +37,8 @@ SIGNING_CONTEXT = b"llmnode-announcement-1:"
 
 _PEER_ID_CHARACTERS = 100
 _SIGNATURE_BYTES = 64
+_NUMBER_BYTES = 9
+"""The largest number of msgpack."""
 _PACKED_BYTES = 16
 """A packed entry of a NEWS payload is at most this much larger than its parts."""
 KEPT = 64
@@ -190,6 +192,7 @@ def pack_sequences(sequences: Mapping[PeerId, int]) -> bytes:
 def unpack_sequences(payload: Buffer, policy: SwarmPolicy) -> dict[PeerId, int]:
     """Raises RemoteProtocolError."""
     with _reading(payload, policy, "VIEW"):
+        _check_flat_map(payload, policy)
         values = msgpack.unpackb(
             payload,
             raw=False,
@@ -205,6 +208,24 @@ def unpack_sequences(payload: Buffer, policy: SwarmPolicy) -> dict[PeerId, int]:
     ):
         raise RemoteProtocolError("VIEW: no map of peers and sequence numbers")
     return values
+
+
+def _check_flat_map(payload: Buffer, policy: SwarmPolicy) -> None:
+    """Its values are made into objects once their size is known: a map in the map could have a million of them.
+
+    Raises ValueError, or an error of msgpack at the end.
+    """
+    unpacker = msgpack.Unpacker(max_buffer_size=policy.exchange_bytes)
+    unpacker.feed(payload)
+    skip, tell = unpacker.skip, unpacker.tell
+    if (length := unpacker.read_map_header()) > 2 * policy.view_peers:
+        raise ValueError(f"a map of {length}")
+    for _ in range(length):
+        skip()
+        start = tell()
+        skip()
+        if tell() > start + _NUMBER_BYTES:
+            raise ValueError(f"a sequence number of {tell() - start} bytes")
 
 
 def pack_news(announcements: Iterable[SignedBody], wanted: Sequence[PeerId], policy: SwarmPolicy) -> bytes:

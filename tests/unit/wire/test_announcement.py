@@ -283,6 +283,18 @@ def test_no_payload_is_made_into_more_objects_than_it_may_have(many: bytes) -> N
         unpack_news(b"\x92" + lists + b"\x90", POLICY)
 
 
+def test_no_value_of_a_view_is_made_into_objects_unless_it_is_as_small_as_a_number() -> None:
+    """Maps within the map may have two million entries in one frame."""
+    places = 2 * POLICY.view_peers
+    inner = b"\xdf" + places.to_bytes(4, "big") + b"\xa0\xc0" * places
+    outer = POLICY.exchange_bytes // (len(inner) + 2)
+    maps = b"\xdf" + outer.to_bytes(4, "big") + b"".join(b"\xa1%c" % (97 + each % 26) + inner for each in range(outer))
+    with pytest.raises(RemoteProtocolError, match=f"a sequence number of {len(inner)} bytes"):
+        unpack_sequences(maps, POLICY)
+    largest = {PeerId("p" * 100): 2**64 - 1, PeerId("q"): 0}
+    assert unpack_sequences(pack_sequences(largest), POLICY) == largest
+
+
 def test_more_news_than_a_frame_may_hold_is_cut() -> None:
     small = replace(POLICY, exchange_bytes=2 * 3 * 600)
     many = [signed(f"peer{number}").signed for number in range(50)]
