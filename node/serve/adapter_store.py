@@ -132,8 +132,11 @@ class AdapterStore:
         self._shelf.touch(shelved, trio.current_time())
         return [each.block for each in manifest.within(span) if each.block not in shelved.blocks]
 
-    async def bring(self, adapter: AdapterId, block: int, part: Buffer) -> None:
-        """Take the part of one block that we hold. Raises PeerRefused, and RemoteProtocolError for any other bytes."""
+    async def bring(self, adapter: AdapterId, block: int, part: Buffer) -> bool:
+        """Take the part of one block that we hold. Whether the worker did not have it yet.
+
+        Raises PeerRefused, and RemoteProtocolError for any other bytes.
+        """
         shelved, manifest = self._shelf.find(adapter), self._manifests.get(adapter)
         if shelved is None or manifest is None or (name := manifest.part(block)) is None:
             raise PeerRefused(RefusalCode.UNKNOWN_ADAPTER, "no such part is expected: send the manifest first")
@@ -142,8 +145,9 @@ class AdapterStore:
             if len(part) > FP32_BYTES * name.values + MOST_HEADER_BYTES or await self._digest(part) != name.digest:
                 raise RemoteProtocolError(f"{len(part)} bytes that are not the part of block {block}")
             async with self._one_change:
-                if block not in shelved.blocks:
+                if is_new := block not in shelved.blocks:
                     await self._adopt(shelved, Adopt(adapter, block, name.values, part))
+                return is_new
         finally:
             self.release(shelved)
 

@@ -57,8 +57,10 @@ class LinkAdapters:
         store = self._holder_of(Span(part.block, part.block + 1)).adapters
 
         async def answer() -> Frame:
-            await store.bring(AdapterId(part.adapter), part.block, frame.payload)
-            return _answer(FrameType.HELD, frame)
+            held = _answer(FrameType.HELD, frame)
+            if not await store.bring(AdapterId(part.adapter), part.block, frame.payload):
+                await self._requests.wait_turn(held)
+            return held
 
         return answer
 

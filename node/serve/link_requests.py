@@ -59,16 +59,17 @@ class LinkRequests:
     ) -> None:
         """Send what `answer` gives for a request. It is called when there are `work_bytes`, and `end` after it.
 
-        `answer` may raise PeerRefused, or RemoteProtocolError for what is malformed: the link pays for that. If this
-        raises PeerRefused, the request has not begun, and `end` is not called.
+        `answer` may raise PeerRefused, or RemoteProtocolError for what is malformed: the link pays for that. Both
+        are told in the turn of the client's address group: they cost no worker anything. If this raises PeerRefused,
+        the request has not begun, and `end` is not called.
         """
         if len(self._under_way) >= self._most:
             why = f"{self._most} are under way over this link: no further {self._what} is taken now"
             raise PeerRefused(RefusalCode.BUSY, why, retry_after_s=RETRY_S)
         held = self._memory.hold(self._link.scope, frame.size_bytes, work_bytes, self._what)
-        scope = trio.CancelScope(deadline=trio.current_time() + patience_s)
+        scope = trio.CancelScope()
         self._under_way[scope] = frame.step
-        self._nursery.start_soon(self._run, frame, answer, end, held, scope)
+        self._nursery.start_soon(self._run, frame, answer, end, held, scope, patience_s)
 
     def cancel(self, step: Step) -> None:
         """Nobody waits any more for the answer to the request of this step."""
@@ -88,12 +89,21 @@ class LinkRequests:
         end: Callable[[], None],
         held: HeldRequest,
         scope: trio.CancelScope,
+        patience_s: float,
     ) -> None:
+        refused: PeerRefused | RemoteProtocolError | None = None
         try:
             with scope:
-                await self._answer(frame, answer, held)
-            if scope.cancelled_caught and scope.deadline <= trio.current_time():
-                await self._link.send(refusal_of(frame, RefusalCode.BUSY, f"the time for this {self._what} is over"))
+                try:
+                    with trio.move_on_after(patience_s) as patience:
+                        refused = await self._answer(frame, answer, held)
+                finally:
+                    held.end()
+                    end()
+                if patience.cancelled_caught:
+                    refused = PeerRefused(RefusalCode.BUSY, f"the time for this {self._what} is over")
+                if refused is not None:
+                    await self._refuse(frame, refused)
         except PeerError as error:
             log.debug("not answered: %s", error)
         except Exception as error:  # noqa: BLE001  one request that nobody foresaw is not to end the server
@@ -103,17 +113,27 @@ class LinkRequests:
             self._on_bug(self._link.peer, error)
         finally:
             del self._under_way[scope]
-            held.end()
-            end()
 
-    async def _answer(self, frame: Frame, answer: Callable[[], Awaitable[Frame]], held: HeldRequest) -> None:
+    async def _answer(
+        self, frame: Frame, answer: Callable[[], Awaitable[Frame]], held: HeldRequest
+    ) -> PeerRefused | RemoteProtocolError | None:
+        """The error, if there is no answer."""
         try:
             await held.begin_work()
             answered = await answer()
-        except PeerRefused as error:
-            answered = refusal_for(frame, error)
-        except RemoteProtocolError as error:
-            await self._link.send(refusal_for(frame, error))
-            await self._conduct.note_malformed(self._link)
-            return
+        except (PeerRefused, RemoteProtocolError) as error:
+            return error
         await self._link.send(answered)
+        return None
+
+    async def _refuse(self, frame: Frame, error: PeerRefused | RemoteProtocolError) -> None:
+        refusal = refusal_for(frame, error)
+        await self.wait_turn(refusal)
+        await self._link.send(refusal)
+        if isinstance(error, RemoteProtocolError):
+            await self._conduct.note_malformed(self._link)
+
+    async def wait_turn(self, answer: Frame) -> None:
+        """Until the turn of the client's address group, for an answer that cost no worker anything."""
+        with suppress(PeerRefused):
+            await self._conduct.wait_turn(self._link, answer)

@@ -106,7 +106,7 @@ class LinkPasses:
         self._requests.cancel(frame.step)
 
     async def _computed(self, frame: Frame, parts: PassParts, form: HiddenForm, of_prompts: PromptsForm) -> Frame:
-        """The answer to a pass, be it a refusal."""
+        """The answer to a pass, be it a refusal. Raises RemoteProtocolError for numbers that are not finite."""
         try:
             numbers = _decoded(frame, form, parts.positions)
             parts.prompts = of_prompts.read(frame.payload)
@@ -116,8 +116,6 @@ class LinkPasses:
                 return refusal_of(frame, RefusalCode.OVERFLOW, _OVERFLOW)
             if frame.type is FrameType.BACKWARD:
                 payload = b"".join([payload, *parts.trained_gradients()])
-        except RemoteProtocolError as error:
-            return refusal_of(frame, RefusalCode.BAD_MESSAGE, error.message)
         except ConfigError as error:  # the codec cannot carry what we computed
             return refusal_of(frame, RefusalCode.OVERFLOW, str(error))
         except WorkerLost as error:

@@ -43,9 +43,9 @@ if TYPE_CHECKING:
     from llmnode.ports import Link
     from llmnode.wire.pass_messages import Pass
 
-WORK = {FrameType.STEP, FrameType.WANT, *PASSES, *ADAPTERS}
+WORK = {FrameType.STEP, FrameType.WANT, FrameType.PART, *PASSES}
 """The frames that ask for work of the worker, which has limits of its own, and a question before a push, which has
-turns of its own."""
+turns of its own. An answer that cost the worker nothing takes a turn as well."""
 MOST_NAMED = 256
 """The sessions that a link remembers to have opened or resumed last."""
 
