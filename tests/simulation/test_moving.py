@@ -250,9 +250,13 @@ async def test_a_server_that_only_says_that_it_is_faster_does_not_get_the_sessio
 
 
 @simulated
-async def test_a_hop_that_is_busy_when_it_is_asked_for_its_log_is_not_left() -> None:
+async def test_a_hop_that_is_busy_when_it_is_asked_for_its_log_is_not_left_and_the_newcomer_not_blamed() -> None:
+    refused = 0
+
     def refuse(_peer: PeerId, frame: Frame) -> list[Frame]:
+        nonlocal refused
         is_log = frame.type is FrameType.REPLAYED
+        refused += is_log
         return [refusal_of(frame, RefusalCode.BUSY, "no memory is left now", 1.0) if is_log else frame]
 
     async with world() as swarm, trio.open_nursery() as nursery:
@@ -271,7 +275,8 @@ async def test_a_hop_that_is_busy_when_it_is_asked_for_its_log_is_not_left() -> 
             assert session.route == before
             assert not session.moves and not session.recoveries
             assert not router.finder.banned
-            assert router.finder.better_routes.failed.banned(0.0), "it has tried"
+            assert refused, "it has tried"
+            assert not router.finder.better_routes.failed.banned(0.0), "other sessions may go there"
 
 
 @simulated

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING
 import trio
 
 from llmnode.core.moves import steps_until
-from llmnode.errors import IntegrityError, PeerError, PeerRefused, single_error
+from llmnode.errors import IntegrityError, PeerError, PeerRefused, PeerTimeout, single_error
 from llmnode.session.better_routes import Moved, RowAt, Standpoint
 from llmnode.session.row_move import RowMove
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+    from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 
+    from llmnode.core.ids import PeerId
     from llmnode.session.better_routes import BetterRoute
     from llmnode.session.hops import SessionHops
     from llmnode.session.peer_finder import PeerFinder
@@ -149,7 +150,7 @@ class Moving:
         alone: with the others all went well.
         """
         peers, now_s = {hop.peer for hop in found.move.hops}, trio.current_time()
-        for peer in peers if failure is None or failure.peer not in peers else {failure.peer}:
+        for peer in at_fault(failure, peers):
             finder.better_routes.failed.report(peer, now_s)
         if isinstance(failure, IntegrityError) and failure.suspects:
             finder.suspect([peer for peer in failure.suspects if peer in peers])
@@ -158,6 +159,18 @@ class Moving:
                 finder.records.note_full(failure.peer, failure.retry_after_s, now_s)
         elif failure is not None and failure.peer in peers:
             finder.report(failure)
+
+
+def at_fault(failure: PeerError | None, peers: Collection[PeerId]) -> Collection[PeerId]:
+    """Those of the new `peers` that may be why a move failed.
+
+    Without a `failure` it took too long, and then each of them may be. So may they if the hop before did not answer in
+    time: it may have waited for them with its pushes. They have no part in any other failure of that hop.
+    """
+    if failure is None or (isinstance(failure, PeerTimeout) and failure.peer not in peers):
+        return peers
+    named = [failure.peer, *(failure.suspects if isinstance(failure, IntegrityError) else ())]
+    return [peer for peer in peers if peer in named]
 
 
 def _must_stay(row: SessionHops) -> bool:
