@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from google.protobuf.message import DecodeError
 from libp2p.abc import IRawConnection, ISecureConn, ISecureTransport
 from libp2p.crypto.x25519 import X25519PublicKey
 from libp2p.crypto.x25519 import create_new_key_pair as create_noise_key_pair
@@ -27,6 +28,7 @@ from libp2p.security.noise.messages import (
     make_handshake_payload_sig,
     verify_handshake_payload_sig,
 )
+from libp2p.security.noise.pb.noise_pb2 import NoiseHandshakePayload as NoisePayload
 from libp2p.security.noise.transport import PROTOCOL_ID as NOISE
 
 from llmnode._native import NoiseHandshake, NoiseSession
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
     from multiaddr import Multiaddr
 
 READ_BYTES = 1 << 16
+MOST_KEY_BYTES = 600
+"""The largest public key of a peer: RSA with 4096 bits, the most that libp2p allows, takes 556."""
 YAMUX = TProtocol("/yamux/1.0.0")
 """The only muxer that we have. We say so within the handshake: a peer that says the same needs not be asked again."""
 
@@ -142,13 +146,27 @@ async def _receive(conn: IRawConnection, handshake: NoiseHandshake, data: bytes 
 
 
 def _proved(handshake: NoiseHandshake, payload: bytes) -> NoiseHandshakePayload:
-    """With the identity key of the other side, which has signed the Noise key that this handshake was made with."""
+    """With the identity key of the other side, which has signed the Noise key that this handshake was made with.
+
+    Raises ValueError, or NoiseFailure.
+    """
+    _check_key_size(payload)
     proof = NoiseHandshakePayload.deserialize(payload)
     noise_key = handshake.remote_static_key
     assert noise_key is not None
     if not verify_handshake_payload_sig(proof, X25519PublicKey.from_bytes(noise_key)):
         raise InvalidSignature("the other side has not signed its Noise key")
     return proof
+
+
+def _check_key_size(payload: bytes) -> None:
+    """Raises NoiseFailure for a key that no peer needs: to read an RSA key of 60 kB takes half a minute."""
+    try:
+        key = NoisePayload.FromString(payload).identity_key
+    except DecodeError as error:
+        raise NoiseFailure(f"no proof of an identity: {error}") from error
+    if len(key) > MOST_KEY_BYTES:
+        raise NoiseFailure(f"a key of {len(key)} bytes, at most {MOST_KEY_BYTES} allowed")
 
 
 class NoiseConnection(ISecureConn):

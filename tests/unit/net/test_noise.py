@@ -7,12 +7,18 @@ from contextlib import suppress
 import pytest
 import trio
 import trio.testing
+from Crypto.Math.Numbers import Integer
+from Crypto.PublicKey.RSA import RsaKey
+from Crypto.Util.asn1 import DerSequence
 from libp2p.crypto.ed25519 import create_new_key_pair
+from libp2p.crypto.pb.crypto_pb2 import KeyType, PublicKey
+from libp2p.crypto.rsa import RSAPublicKey
 from libp2p.crypto.x25519 import create_new_key_pair as create_noise_key_pair
 from libp2p.security.noise.exceptions import InvalidSignature, NoiseFailure, PeerIDMismatchesPubkey
+from libp2p.security.noise.pb.noise_pb2 import NoiseHandshakePayload
 
 from llmnode._native import NoiseHandshake, NoiseSession
-from llmnode.net.secure import NoiseTransport
+from llmnode.net.secure import MOST_KEY_BYTES, NoiseTransport
 from unit.hosts import new_transport, secured, tcp_pair
 from unit.in_trio import in_trio
 
@@ -36,6 +42,25 @@ async def test_a_proof_for_another_noise_key_is_refused(impostor_dials: bool) ->
     async with tcp_pair() as raw:
         with pytest.RaisesGroup(InvalidSignature, flatten_subgroups=True):
             await secured(raw, *sides)
+
+
+@pytest.mark.parametrize("liar_dials", [True, False])
+@in_trio
+async def test_a_huge_key_is_refused_unread(liar_dials: bool) -> None:
+    """Libraries take half a minute for this one, since they look whether it is a good one. Nothing else runs then."""
+    honest, honest_id = new_transport()
+    key = PublicKey(key_type=KeyType.RSA, data=bytes(DerSequence([(1 << 479_999) + 1, 65537]).encode()))
+    proof = NoiseHandshakePayload(identity_key=key.SerializeToString(), identity_sig=bytes(64)).SerializeToString()
+    liar = NoiseTransport(create_new_key_pair(), create_noise_key_pair().private_key.to_bytes(), proof, None)
+    sides = (liar, honest, honest_id) if liar_dials else (honest, liar, honest_id)
+    async with tcp_pair() as raw:
+        with pytest.RaisesGroup(pytest.RaisesExc(NoiseFailure, match="a key of 600.. bytes"), flatten_subgroups=True):
+            await secured(raw, *sides)
+
+
+def test_the_largest_key_of_libp2p_is_taken() -> None:
+    key = RsaKey(n=Integer((1 << 4095) + 1), e=Integer(65537))
+    assert 500 < len(RSAPublicKey(key).serialize()) <= MOST_KEY_BYTES
 
 
 @pytest.mark.parametrize("garbage", [b"", b"\x00\x00", b"\x00\x05hello", b"GET / HTTP/1.1\r\n\r\n" * 5000])
