@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from llmnode.net.yamux_stream import YamuxStream
 
 NAME_BYTES_MAX = 1 << 10
+NAMES_MOST = 8
+"""The names that the other side may say, one after the other: that of multistream-select, and some of protocols."""
 
 
 def proposal(protocol: TProtocol) -> bytes:
@@ -67,15 +69,22 @@ class CarefulSelect(Multiselect):
 
 
 class _Names(IMultiselectCommunicator):
-    """Reads names, one after the other. Raises MultiselectCommunicatorError for an invalid or too long one."""
+    """Reads names, one after the other. Raises MultiselectCommunicatorError for an invalid or too long one.
+
+    It does so for too many, too: each takes a tenth of a millisecond, and a stream may bring any number of them.
+    """
 
     def __init__(self, communicator: IMultiselectCommunicator) -> None:
         self._stream = cast("MultiselectCommunicator", communicator).read_writer
+        self._left = NAMES_MOST
 
     async def write(self, msg_str: str) -> None:
         await self._send(encode_delim(msg_str.encode()))
 
     async def read(self) -> str:
+        if not self._left:
+            raise MultiselectCommunicatorError(f"more than {NAMES_MOST} names of protocols")
+        self._left -= 1
         try:
             name = (await read_varint_prefixed_bytes_limited(self._stream, NAME_BYTES_MAX)).decode()
         except (BaseLibp2pError, ValueError) as error:

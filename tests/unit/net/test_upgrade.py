@@ -19,13 +19,14 @@ from libp2p.security.noise.exceptions import NoiseFailure
 from libp2p.security.noise.transport import PROTOCOL_ID as NOISE
 from libp2p.stream_muxer.exceptions import MuxedStreamReset
 from libp2p.transport.exceptions import SecurityUpgradeFailure
+from libp2p.utils import encode_delim
 
 from llmnode.core.policy import LinkPolicy
 from llmnode.errors import PeerUnreachable
 from llmnode.net.addresses import LISTEN_ANY_LOOPBACK, parse_peer
 from llmnode.net.connections import open_stream
 from llmnode.net.host import open_network
-from llmnode.net.select import CarefulSelect, EagerSelect, open_unanswered, proposal
+from llmnode.net.select import NAMES_MOST, CarefulSelect, EagerSelect, open_unanswered, proposal
 from llmnode.net.yamux_stream import ProtocolRefused
 from llmnode.swarm.peer_connection import open_connection
 from llmnode.wire.frame import FrameType
@@ -239,6 +240,34 @@ async def test_no_more_of_a_long_name_is_read_than_its_length() -> None:
         await EagerSelect().select_one_of([ECHO], MultiselectCommunicator(cast("Any", Claimant())))
     with pytest.raises(MultiselectError):
         await CarefulSelect({ECHO: None}).negotiate(MultiselectCommunicator(cast("Any", Claimant())))
+
+
+class Asking:
+    """Asks for protocols without end, and counts the answers."""
+
+    def __init__(self, name: str) -> None:
+        self.answers = 0
+        self._begins, self._name = encode_delim(b"/multistream/1.0.0"), encode_delim(name.encode())
+        self._unread = b""
+
+    async def read(self, count: int) -> bytes:
+        if not self._unread:
+            self._unread, self._begins = self._begins or self._name, b""
+        data, self._unread = self._unread[:count], self._unread[count:]
+        return data
+
+    async def write(self, _data: bytes) -> None:
+        self.answers += 1
+        await trio.lowlevel.checkpoint()
+
+
+@pytest.mark.parametrize("name", ["nobody has it", "ls"])
+@in_trio
+async def test_names_without_end_are_answered_some_times(name: str) -> None:
+    asking = Asking(name)
+    with trio.fail_after(2), pytest.raises(MultiselectError):
+        await CarefulSelect({ECHO: None}).negotiate(MultiselectCommunicator(cast("Any", asking)))
+    assert asking.answers == NAMES_MOST
 
 
 @in_trio
