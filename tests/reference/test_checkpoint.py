@@ -25,6 +25,7 @@ from llmnode.models.sources.checkpoint import (
     shard_names,
     weights_file,
 )
+from llmnode.models.sources.folder import read_config
 from llmnode.models.text.tokenizer import load_tokenizer
 from reference.folder_faults import PAGE, POINTER
 from reference.small import cut, make_model, open_saved, save_model, session
@@ -54,6 +55,18 @@ def test_the_files_are_those_that_transformers_takes(named: str | None, tmp_path
             assert ours == theirs, (named, present)
         else:
             assert theirs in (None, ["pytorch_model.bin"]), (named, present)
+
+
+@pytest.mark.parametrize("where", ["", "text_config"])
+@pytest.mark.parametrize("count", [100_000, 1e9, float("inf")])
+def test_a_config_of_more_layers_than_memory_can_list_is_refused_unread(
+    count: float, where: str, tmp_path: Path
+) -> None:
+    """transformers makes a list of them."""
+    counts = {"num_hidden_layers": count}
+    (tmp_path / CONFIG_FILE).write_text(json.dumps({"model_type": "qwen2", **({where: counts} if where else counts)}))
+    with pytest.raises(ModelError, match="no model has as many"):
+        read_config(tmp_path)
 
 
 def _by_transformers(folder: Path, named: str | None) -> list[str] | None:
@@ -346,8 +359,8 @@ def test_weights_that_are_no_floats_are_refused(dtype: torch.dtype, tmp_path: Pa
 
 def test_more_blocks_than_tensors_are_not_made(tmp_path: Path) -> None:
     save_model(tmp_path, "llama", tied=False)
-    _change(tmp_path, num_hidden_layers=10**9)
-    assert "tells of 1000000000 blocks, and all files together have" in _refused(tmp_path)
+    _change(tmp_path, num_hidden_layers=10**4)
+    assert "tells of 10000 blocks, and all files together have" in _refused(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import reprlib
 from functools import partial
 from itertools import islice
 from pathlib import PurePosixPath
@@ -49,6 +50,9 @@ _FOREIGN = (
     ".llamafile",
 )
 _MOST_NAMES = 10_000
+_COUNTS = re.compile("(layer|expert|block|head)(?!.*size)")
+_MOST_COUNTED = 1 << 16
+"""The most layers, experts and the like of a model."""
 
 
 def weights_file(config: Mapping[str, Any], has: Callable[[str], bool]) -> str | None:
@@ -121,6 +125,19 @@ def check_options(config_file: Path, config: Mapping[str, Any], names: Collectio
             f"{config_file} names other config files for some versions of transformers ({_OTHER_CONFIGS}): put the one "
             f"for yours in the place of {CONFIG_FILE}"
         )
+
+
+def check_counts(config_file: Path, config: Mapping[str, Any]) -> None:  # Any: JSON
+    """Raises ModelError for more layers or experts than any model has: transformers makes a list of them, however many
+    the config says, and would fill the memory.
+    """
+    for name, value in config.items():
+        if isinstance(value, dict):
+            check_counts(config_file, value)
+        elif isinstance(value, int | float) and value > _MOST_COUNTED and _COUNTS.search(name):
+            raise ModelError(
+                f"{config_file} says {name} = {reprlib.repr(value)}, and no model has as many: get it again"
+            )
 
 
 def names_in(path: Path) -> list[str]:

@@ -23,6 +23,7 @@ from llmnode.models.families import FAMILIES, family_of
 from llmnode.models.sources.checkpoint import (
     ADAPTER_FILE,
     CONFIG_FILE,
+    check_counts,
     check_options,
     explain_lack,
     names_in,
@@ -223,6 +224,7 @@ def read_config(path: Path) -> PreTrainedConfig:
     from transformers import CONFIG_MAPPING, AutoConfig
 
     written = read_json(path / CONFIG_FILE)
+    check_counts(path / CONFIG_FILE, written)
     family = written.get("model_type")
     if isinstance(family, str) and family not in FAMILIES and family not in CONFIG_MAPPING:
         supported = ", ".join(sorted(FAMILIES))
