@@ -6,6 +6,7 @@ one.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import trio
@@ -28,19 +29,24 @@ class PushRight:
     """Its methods raise PeerError if the connection has ended."""
 
     def __init__(
-        self, connection: PeerConnection, session: SessionId, numbers: Iterator[int], patience_s: float
+        self, connection: PeerConnection, session: SessionId, numbers: Iterator[int], patience_s: float, pause_s: float
     ) -> None:
-        """`numbers` are those of all rights of this server. A right is waited for `patience_s` at most."""
+        """`numbers` are those of all rights of this server. A right is waited for `patience_s` at most.
+
+        A next hop that is too busy for the question is asked again after `pause_s`.
+        """
         self.connection = connection
         self.session = session
         self._numbers = numbers
         self._number = Step(next(numbers))
         self._patience_s = patience_s
+        self._pause_s = pause_s
         self._credit = PushCredit()
         self._asked = Epoch(-1), 0
         self._is_needed = True
         self._is_refused = False
         self._is_slow = False  # the link of the next hop has not taken the last question
+        self._asks_again_s = -math.inf  # the next hop was too busy for the last question
         self._way: PeerConnection | None = None
         self._news = trio.Event()
 
@@ -92,6 +98,8 @@ class PushRight:
             return False
         if not self._is_needed or self._is_refused or self._credit.allows(epoch, size_bytes) is not None:
             return True
+        if trio.current_time() < self._asks_again_s:  # that is enough
+            return True
         return (epoch, self._limit_bytes(epoch, size_bytes)) <= self._asked
 
     def _limit_bytes(self, epoch: Epoch, size_bytes: int) -> int:
@@ -112,7 +120,10 @@ class PushRight:
     def _allows(self, epoch: Epoch, size_bytes: int) -> bool | None:
         if self._is_refused or self._way is None or self._way.has_ended:
             return False
-        return self._credit.allows(epoch, size_bytes) if self._is_needed else True
+        if not self._is_needed:
+            return True
+        allowed = self._credit.allows(epoch, size_bytes)
+        return False if allowed is None and trio.current_time() < self._asks_again_s else allowed
 
     def _leave(self) -> None:
         """There is a better connection, or it has ended: then the next hop has forgotten what it has granted."""
@@ -120,15 +131,18 @@ class PushRight:
         self._way.mute(self.session, self._hear)
         if self._way.has_ended:
             self._number, self._credit = Step(next(self._numbers)), PushCredit()
-        self._way, self._asked, self._is_slow = None, (Epoch(-1), 0), False
+        self._way, self._asked, self._is_slow, self._asks_again_s = None, (Epoch(-1), 0), False, -math.inf
 
     def _hear(self, frame: Frame) -> None:
         """The next hop says something about the session. Raises RemoteProtocolError."""
         if frame.type is FrameType.GRANT and frame.step == self._number:
             self._credit.hear(frame.epoch, unpack(PushLimit, frame.meta).limit_bytes)
         elif frame.type is FrameType.REFUSAL:
-            if unpack(Refusal, frame.meta).code == RefusalCode.UNKNOWN_FRAME:
+            code = unpack(Refusal, frame.meta).code
+            if code == RefusalCode.UNKNOWN_FRAME:
                 self._is_needed = False
+            elif code == RefusalCode.BUSY and self._is_needed and frame.step == self._number:  # not a push
+                self._asked, self._asks_again_s = (Epoch(-1), 0), trio.current_time() + self._pause_s
             else:
                 self._is_refused = True
         self._wake()

@@ -42,8 +42,8 @@ class Receiver:
                 self._asked_s = trio.current_time()
             peer, hops = PeerId(request.receiver), self._served.next_hops
             connection = await hops.find(peer, self._asked_s, again=request.again)
-            session, patience_s = SessionId(request.receiver_session), self._served.policy.push_patience_s
-            self._right = PushRight(connection, session, hops.numbers, patience_s)
+            session, policy = SessionId(request.receiver_session), self._served.policy
+            self._right = PushRight(connection, session, hops.numbers, policy.push_patience_s, policy.push_again_s)
             self._asked_s = None
             await self.prepare(epoch, 0)
 

@@ -16,8 +16,9 @@ from llmnode.swarm.peer_connection import open_connection
 from llmnode.testing import Conditions, open_internet, simulated
 from llmnode.testing.link import MemoryLink
 from llmnode.wire.frame import Frame, FrameType
-from llmnode.wire.messages import pack, unpack
+from llmnode.wire.messages import RefusalCode, pack, unpack
 from llmnode.wire.push_messages import PushLimit
+from llmnode.wire.refusal import refusal_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 SESSION = SessionId(b"s" * 16)
 DELAY_S = 0.05
 PATIENCE_S = 100.0
+PAUSE_S = 2.0
 EPOCH = Epoch(3)
 
 
@@ -35,11 +37,15 @@ async def a_right() -> AsyncIterator[tuple[PushRight, MemoryLink]]:
         near, far = internet.network("near"), internet.network("far")
         link = await near.dial(far.addresses[0])
         async with far.accept() as hop, open_connection(link) as connection:
-            yield PushRight(connection, SESSION, count(1), PATIENCE_S), hop
+            yield PushRight(connection, SESSION, count(1), PATIENCE_S, PAUSE_S), hop
 
 
 def grant(want: Frame, limit_bytes: int) -> Frame:
     return Frame(FrameType.GRANT, want.session, want.epoch, want.step, meta=pack(PushLimit(limit_bytes)))
+
+
+def busy(want: Frame) -> Frame:
+    return refusal_of(want, RefusalCode.BUSY, "no memory is left meanwhile")
 
 
 class Getting:
@@ -120,3 +126,61 @@ async def test_a_link_that_takes_nothing_holds_up_a_push_for_one_patience_and_it
         await hop.send(grant(await hop.receive(), 500))
         await trio.sleep(1)
         assert getting.is_allowed, "its push tries again"
+
+
+@simulated
+async def test_a_next_hop_that_is_too_busy_for_the_question_is_asked_again_later() -> None:
+    async with a_right() as (right, hop), trio.open_nursery() as nursery:
+        await right.prepare(EPOCH, 500)
+        await hop.send(busy(await hop.receive()))
+        await trio.sleep(1)
+        await (getting := Getting()).run(right)
+        assert getting.is_allowed is False and getting.took_s == 0, "the push goes by way of the client"
+        await trio.sleep(PAUSE_S)
+        nursery.start_soon((getting := Getting()).run, right)
+        want = await hop.receive()
+        assert (want.type, unpack(PushLimit, want.meta).limit_bytes) == (FrameType.WANT, 500), "nothing else was asked"
+        await hop.send(grant(want, 500))
+        await trio.sleep(1)
+        assert getting.is_allowed
+
+
+@simulated
+async def test_a_push_wakes_when_the_next_hop_is_too_busy_for_the_question() -> None:
+    async with a_right() as (right, hop), trio.open_nursery() as nursery:
+        nursery.start_soon((getting := Getting()).run, right)
+        await hop.send(busy(await hop.receive()))
+        await trio.sleep(1)
+        assert getting.is_allowed is False and getting.took_s < 1
+
+
+@simulated
+async def test_what_was_granted_is_pushed_though_the_next_hop_is_too_busy_for_further_questions() -> None:
+    async with a_right() as (right, hop):
+        await right.prepare(EPOCH, 500)
+        want = await hop.receive()
+        await hop.send(grant(want, 600))
+        await trio.sleep(1)
+        await right.prepare(EPOCH, 700)
+        await hop.send(busy(await hop.receive()))
+        await trio.sleep(1)
+        assert await right.get(EPOCH, 600)
+        assert not await right.get(EPOCH, 600)
+        await hop.send(grant(want, 1200))
+        await trio.sleep(0.5)
+        assert await right.get(EPOCH, 600), "it is told of more without a question"
+
+
+@simulated
+async def test_a_push_that_was_refused_ends_them() -> None:
+    """No session takes it: the client says where the next ones go."""
+    async with a_right() as (right, hop):
+        await right.prepare(EPOCH, 500)
+        await hop.send(grant(await hop.receive(), 1000))
+        await trio.sleep(1)
+        assert await right.get(EPOCH, 500)
+        await hop.send(
+            refusal_of(Frame(FrameType.STEP, SESSION, EPOCH), RefusalCode.UNKNOWN_SESSION, "no such session")
+        )
+        await trio.sleep(2 * PAUSE_S)
+        assert not await right.get(EPOCH, 500)

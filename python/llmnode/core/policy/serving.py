@@ -224,6 +224,8 @@ class ServePolicy:
     """The steps of one session that may be here and not done with, of those that were pushed."""
     push_patience_s: float = 1.0
     """A result waits this long for the right to be pushed. Then it goes by way of the client."""
+    push_again_s: float = 2.0
+    """A next hop that has no memory for the question before a push is asked again after this time."""
     late_push_bytes: int = 64 << 20
     """A peer is excused this much of pushes that came after its right was over."""
     probe_bytes: int = 1 << 18
