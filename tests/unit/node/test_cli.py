@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,24 @@ def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
         if name.startswith("LLMNODE_") and name not in NO_OPTIONS:
             monkeypatch.delenv(name)
     monkeypatch.setenv("LLMNODE_CONFIG", os.devnull)
+
+
+INTERRUPTED_IMPORT = """
+import runpy, signal, sys
+
+class Interrupting:
+    def find_spec(name, *_):
+        if name == "llmnode.node.cli":
+            signal.raise_signal(signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupting)
+runpy.run_module("llmnode.node", run_name="__main__")
+"""
+
+
+def test_ctrl_c_ends_the_program_without_a_traceback_before_it_is_imported() -> None:
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED_IMPORT], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
