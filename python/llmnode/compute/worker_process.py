@@ -209,6 +209,9 @@ class WorkerProcess:
                 lost = await self._lost()
         except WorkerLost as error:
             lost = error
+        except BaseException:  # Ctrl-C: trio raises it in its first task, within shields too
+            self.kill("was left in the middle of a batch")  # the next batch would be given the answer to this one
+            raise
         finally:
             way.turn.release()
         return await _failed(work, lost)

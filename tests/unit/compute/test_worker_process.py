@@ -265,6 +265,25 @@ def test_a_process_that_does_not_answer_is_one_that_has_crashed() -> None:
     trio.run(main)
 
 
+def test_no_batch_is_given_the_answer_to_one_that_ctrl_c_ended() -> None:
+    async def interrupt() -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    async def main() -> None:
+        async with open_worker(answer_s=1.0) as (_, worker):
+            await open_sessions(worker, 0)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(interrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    await worker.do(piece(0, 0, 1, HANG))
+            with pytest.raises(WorkerLost, match="in the middle of a batch"):
+                await worker.do(Truncate(name(0), 0))
+
+    trio.run(
+        main, restrict_keyboard_interrupt_to_checkpoints=True
+    )  # as the program does: it comes here, within shields
+
+
 def test_nothing_of_it_is_left_when_it_is_ended() -> None:
     async def main() -> None:
         async with open_worker() as (_, worker):  # trio and Python open files at their first use
