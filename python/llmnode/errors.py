@@ -8,6 +8,7 @@ Those that the core raises are defined there (`core/errors.py`, `core/route.py`)
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Self
 
@@ -61,11 +62,21 @@ class WorkerLost(LlmnodeError):
 
 
 class SessionLost(SwarmError):
-    """A session cannot go on; `causes` are the failures of its peers, oldest first."""
+    """A session cannot go on; `causes` are the failures of its peers, oldest first.
+
+    The text has each cause once, with the number of times, and of many only the last `NAMED_CAUSES`.
+    """
+
+    NAMED_CAUSES = 4
 
     def __init__(self, causes: Sequence[PeerError]) -> None:
         self.causes = tuple(causes)
-        super().__init__("session lost: " + "; ".join(str(cause) for cause in self.causes))
+        times = Counter(str(cause) for cause in self.causes)
+        named = list(times)[-self.NAMED_CAUSES :]
+        texts = [f"{text} ({times[text]} times)" if times[text] > 1 else text for text in named]
+        unnamed = len(times) - len(named)
+        before = f"after {unnamed} other failure{'s'[: unnamed - 1]}, " if unnamed else ""
+        super().__init__(f"session lost: {before}{'; '.join(texts)}")
 
 
 class SessionClosed(SwarmError):

@@ -74,6 +74,20 @@ def test_a_lost_session_names_every_cause_oldest_first() -> None:
     assert str(error) == "session lost: peer 12D3KooPeer: too slow; peer 12D3KooOther: is gone"
 
 
+def test_a_lost_session_says_each_cause_once_however_often_it_came() -> None:
+    gone, late = PeerUnreachable("is gone", peer=PEER), PeerTimeout("too slow", peer=OTHER)
+    assert str(SessionLost([gone, gone, late, gone])) == (
+        "session lost: peer 12D3KooPeer: is gone (3 times); peer 12D3KooOther: too slow"
+    )
+
+
+def test_a_session_that_many_peers_have_lost_names_the_last_ones() -> None:
+    causes = [PeerUnreachable(f"fault {number}") for number in range(30)]
+    named = "; ".join(map(str, causes[-SessionLost.NAMED_CAUSES :]))
+    assert str(SessionLost(causes)) == f"session lost: after 26 other failures, {named}"
+    assert str(SessionLost(causes[:5])).startswith("session lost: after 1 other failure, a peer: fault 1;")
+
+
 def test_of_a_group_of_one_its_error_is_raised() -> None:
     error = PeerTimeout("too slow")
     with pytest.raises(PeerTimeout) as caught, single_error():
