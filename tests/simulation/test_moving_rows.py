@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import pytest
 import trio
 
-from llmnode.core.policy import MovePolicy, RoutePolicy, ServePolicy
+from llmnode.core.policy import MovePolicy, RoutePolicy, ServePolicy, StandingPolicy
 from llmnode.core.texts.beams import sessions_of_rows
 from llmnode.errors import SessionClosed
-from llmnode.testing import exact_input, peer_named, seeds
+from llmnode.testing import Conditions, exact_input, open_world, peer_named, seeds
 from llmnode.testing import world as testing_world
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.messages import RefusalCode
@@ -22,7 +22,7 @@ from llmnode.wire.refusal import refusal_of
 from simulation.beams import opened, step_all
 from simulation.test_moving import FAST_S, MOST_STALL_S, MOVES, SLOW_S, Fault, start, three_hops
 from simulation.test_moving import opened as has_opened
-from simulation.world import ALL_BLOCKS, KV_TOKENS, SPANS, Dialogue, World, kv_is_free, simulated, world
+from simulation.world import ALL_BLOCKS, DELAY_S, KV_TOKENS, SPANS, Dialogue, World, kv_is_free, simulated, world
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -148,6 +148,39 @@ async def test_rows_wait_until_a_server_has_kv_for_all_of_them_and_move_then() -
             assert moves(batch) == [1] * ROWS
             assert not router.finder.better_routes.failed.banned(0.0)
         await kv_is_free(swarm)
+
+
+@simulated
+async def test_rows_move_only_to_a_server_that_takes_all_of_them_over_one_link() -> None:
+    """Two other sessions of the client are there at first."""
+    most, refused = ROWS + 1, 0
+
+    def watch(_peer: PeerId, frame: Frame) -> list[Frame]:
+        nonlocal refused
+        refused += frame.type is FrameType.REFUSAL
+        return [frame]
+
+    serves, brief = ServePolicy(sessions_per_link=most), MovePolicy(look_s=5.0)
+    knows = replace(MOVES, moves=brief, route=RoutePolicy(sessions_per_link=most))
+    async with open_world(conditions=Conditions(delay_s=DELAY_S), serve_policy=serves) as swarm:
+        swarm.said_prefill_share = 1 / MOVES.chunk_tokens
+        await start(swarm, "slow", ALL_BLOCKS, SLOW_S)
+        async with swarm.client(knows) as (router, _):
+            async with opened(router, ROWS, beside=True, max_length=80) as batch:
+                await step_all(batch)
+                (await start(swarm, "fast", ALL_BLOCKS, FAST_S)).network.tamper = watch
+                await trio.sleep(20)
+                async with opened(router, 2, max_length=20) as others:
+                    for _ in range(StandingPolicy().proven_positions):
+                        await step_all(others)
+                    assert routes(others) == {(peer_named("fast"),)}
+                    for _ in range(40):
+                        await step_all(batch)
+                    assert not any(moves(batch)) and not refused, "nobody was asked in vain"
+                for _ in range(30):
+                    await step_all(batch)
+                assert moves(batch) == [1] * ROWS and not refused
+            await kv_is_free(swarm)
 
 
 @simulated

@@ -213,7 +213,7 @@ class BetterRoutes:
         policy, now_s = session.terms.policy.moves, trio.current_time()
         current = {hop.peer for hop in session.route}
         usable = self._records.good(self._candidates(session.terms.max_length))
-        unfit = {*self.failed.banned(now_s), *session.without_kv(usable)}
+        unfit = {*self.failed.banned(now_s), *session.without_kv(usable), *self._full_links(session)}
         usable = [each for each in usable if each.peer in current or each.peer not in unfit]
         servers = {each.peer: each for each in usable}
         if not current <= servers.keys():  # one is about to leave, or has failed others
@@ -241,6 +241,11 @@ class BetterRoutes:
                 self._trials.begin([servers[hop.peer] for hop in said.move.hops if hop.peer not in served])
                 self._reaching.measure_some([hop.peer for hop in said.move.hops], usable)
         return None
+
+    def _full_links(self, session: Standpoint) -> list[PeerId]:
+        """The servers that do not take all rows over the connection that they would come over."""
+        most = session.terms.policy.route.sessions_per_link - len(session.rows)
+        return [each.peer for each in self._pool.living() if len(each.sessions) > most]
 
     def _best(
         self,

@@ -116,6 +116,9 @@ class RoutePolicy:
     """An answer counts for this long."""
     silent_s: float = 60.0
     """A server that does not answer is not asked again sooner. It is believed as it is announced."""
+    sessions_per_link: int = 64
+    """A server takes this many sessions over one link (`ServePolicy.sessions_per_link`). A batch does not move to one
+    that takes only a part of its rows."""
     second_hop_cost: float = 4.0
     """A peer that has a hop of the session already counts this many times as slow for another one: it would hold KV for
     the session twice."""
