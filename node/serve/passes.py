@@ -8,12 +8,15 @@ from __future__ import annotations
 import itertools
 import logging
 from contextlib import ExitStack
+from functools import partial
 from math import inf
 from typing import TYPE_CHECKING
 
+from llmnode.core.model import FP32_BYTES
 from llmnode.core.priority import PRIORITIES, Priority
 from llmnode.core.span import Span
 from llmnode.errors import ConfigError, PeerRefused, RemoteProtocolError, WorkerLost
+from llmnode.node.serve import large_numbers
 from llmnode.node.serve.pass_parts import PassParts, PassTerms
 from llmnode.wire.deep_prompts import PromptsForm
 from llmnode.wire.dropout import dropout_of
@@ -108,12 +111,13 @@ class LinkPasses:
     async def _computed(self, frame: Frame, parts: PassParts, form: HiddenForm, of_prompts: PromptsForm) -> Frame:
         """The answer to a pass, be it a refusal. Raises RemoteProtocolError for numbers that are not finite."""
         try:
-            numbers = _decoded(frame, form, parts.positions)
-            parts.prompts = of_prompts.read(frame.payload)
+            size_bytes = FP32_BYTES * parts.positions * form.hidden_size
+            numbers = await large_numbers.run(partial(_decoded, frame, form, parts.positions), size_bytes)
+            parts.prompts = await large_numbers.run(partial(of_prompts.read, frame.payload), of_prompts.size_bytes)
             output = await (parts.gradients(*numbers) if len(numbers) > 1 else parts.outputs(*numbers))
-            payload = form.encode(output)
-            if not form.is_sound(payload, parts.positions):  # the client would take it for our fault
-                return refusal_of(frame, RefusalCode.OVERFLOW, _OVERFLOW)
+            payload = await large_numbers.run(partial(form.encode, output), size_bytes)
+            if not await large_numbers.run(partial(form.is_sound, payload, parts.positions), size_bytes):
+                return refusal_of(frame, RefusalCode.OVERFLOW, _OVERFLOW)  # the client would take it for our fault
             if frame.type is FrameType.BACKWARD:
                 payload = b"".join([payload, *parts.trained_gradients()])
         except ConfigError as error:  # the codec cannot carry what we computed

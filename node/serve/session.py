@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 import trio
@@ -18,9 +19,12 @@ import trio
 from llmnode import _native
 from llmnode.core.ids import PeerId, SessionId
 from llmnode.core.links.push_grants import ReplayBudget
+from llmnode.core.model import FP32_BYTES
 from llmnode.core.operations import Fork, Forward, Open, Truncate
 from llmnode.core.serving.kv_shares import KvClaim
 from llmnode.errors import ConfigError, PeerError, PeerRefused, RemoteProtocolError, WorkerLost
+from llmnode.node.serve import large_numbers
+from llmnode.node.serve.large_numbers import IN_THREAD_BYTES, in_thread
 from llmnode.node.serve.opened_terms import OpenedTerms
 from llmnode.node.serve.receipt_signer import ReceiptSigner
 from llmnode.node.serve.receiver import Receiver
@@ -100,6 +104,7 @@ class ServerSession:
         """The results of all positions in the KV."""
         self._receiver = Receiver(served)
         self._quiet = False
+        self._large_positions = IN_THREAD_BYTES // (FP32_BYTES * terms.form.hidden_size)
         opened = pack(Opened(self._signer.nonce)) if self._signer.nonce else b""
         # The client waits for an answer to this.
         self._doing = Frame(FrameType.OPENED, stage.session, stage.epoch, meta=opened)
@@ -254,8 +259,10 @@ class ServerSession:
                 await self._send(refusal_of(frame, code, reason))
 
     async def _compute(self, frame: Frame) -> None:
+        is_large = frame.length >= self._large_positions
         try:
-            self._form.check_values(frame)
+            check = partial(self._form.check_values, frame)
+            await in_thread(check) if is_large else check()
             self.served.admission.use(frame.session)
             try:
                 await self.served.admission.reserve(frame.session, frame.start + frame.length)
@@ -264,14 +271,14 @@ class ServerSession:
                 await self._memory.begin_work(self._form.work_bytes(frame.length))
                 # Either all results are kept, or this one replaces the last one.
                 self._memory.log(max(logged_bytes, more_bytes) if self._outputs is None else logged_bytes + more_bytes)
-                forward = Forward(frame.session, frame.start, frame.length, self._form.decode(frame))
-                computed = await self._worker.do(forward)
-                payload = self._form.encode(computed.hidden)
+                decode = partial(self._form.decode, frame)
+                hidden = await in_thread(decode) if is_large else decode()
+                computed = await self._worker.do(Forward(frame.session, frame.start, frame.length, hidden))
+                encode = partial(self._encoded, computed.hidden, frame.length)
+                payload = await in_thread(encode) if is_large else encode()
             finally:
                 self._memory.end_work()
                 self.served.admission.use(frame.session, ends=True)
-            if not self._form.is_sound(payload, frame.length):  # the next hop would refuse it
-                raise ConfigError(f"blocks {self._span} put out numbers that are not finite")
         except PeerRefused as refusal:
             await self._refuse_step(frame, refusal.code, refusal.reason, refusal.retry_after_s)
         except RemoteProtocolError as error:
@@ -286,7 +293,8 @@ class ServerSession:
         else:
             if self._outputs is not None:
                 self._outputs.append(payload, frame.length)
-            receipt, signature = self._signer.receipt(frame, payload)
+            sign = partial(self._signer.receipt, frame, payload)
+            receipt, signature = await in_thread(sign) if is_large else sign()
             pushed = await self._push(frame, payload, pack(Pushed(receipt.input_digest, signature)))
             self.served.tally.steps += 1
             self.served.tally.positions += frame.length
@@ -300,6 +308,13 @@ class ServerSession:
             answer = self._answer(FrameType.RESULT, frame, pack(result), payload if wanted else b"")
             self.stage.computed(answer, receipt.input_digest)
             await self._send(answer)
+
+    def _encoded(self, hidden: Buffer, positions: int) -> Buffer:
+        """Raises ConfigError for numbers that the codec cannot carry, or that the next hop would refuse."""
+        payload = self._form.encode(hidden)
+        if not self._form.is_sound(payload, positions):
+            raise ConfigError(f"blocks {self._span} put out numbers that are not finite")
+        return payload
 
     async def _fork(self, frame: Frame) -> Action:
         """Decide about a FORK, when there is KV for it. The source may have changed or gone meanwhile."""
@@ -359,11 +374,12 @@ class ServerSession:
             raise RemoteProtocolError(f"{asked}, more than {self.served.policy.replay_bytes} bytes")
         await self._memory.queue(size_bytes)
         self.served.admission.use(frame.session, ends=True)
-        payload = outputs.read(frame.start, frame.length)
+        payload = await large_numbers.run(partial(outputs.read, frame.start, frame.length), size_bytes)
         self.inbox.settle(size_bytes, self._logged_bytes)  # from here on the link holds it
         may_push = request.push and self._replays.allows(size_bytes, self._logged_bytes, trio.current_time())
         pushed = may_push and await self._push(frame, payload, b"")
-        meta = pack(Replayed(_native.blake3_digest(payload), pushed))
+        digest = await large_numbers.run(partial(_native.blake3_digest, payload), size_bytes)
+        meta = pack(Replayed(digest, pushed))
         await self._send(self._answer(FrameType.REPLAYED, frame, meta, b"" if pushed else payload))
 
     async def _stand_between(self, frame: Frame) -> None:
