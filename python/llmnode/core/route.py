@@ -73,7 +73,7 @@ def find_route(
     every span that nobody holds.
     """
     known, default, ways = costs or {}, HopCost(), ways or {}
-    holders = fastest(held, known, ways)
+    holders = fastest([_within(blocks, each) for each in held if each[1].start < blocks], known, ways)
     missing = uncovered(blocks, [hop.span for hop in holders])
     if missing:
         raise NoRoute(missing)
@@ -81,8 +81,7 @@ def find_route(
     before = _savings(holders, cost, ways)
     begin: list[list[int]] = [[] for _ in range(blocks)]
     for index, hop in enumerate(holders):
-        if hop.span.start < blocks:
-            begin[hop.span.start].append(index)
+        begin[hop.span.start].append(index)
     ends = [hop.span.end for hop in holders]
     # The cheapest way through the blocks until now that ends at each holder, and the one that ends soonest of all.
     best: dict[int, float] = {}
@@ -181,6 +180,12 @@ def fastest(held: Iterable[Held], costs: Mapping[PeerId, HopCost], ways: Ways) -
                 others = [each for each in ends.get(block, ()) if end < each[0] or each[1] < hop_s]
                 ends[block] = [(end, hop_s), *others]
     return [Hop(*holders[number]) for number in sorted(best)]
+
+
+def _within(blocks: int, held: Held) -> Held:
+    """Without blocks that the model does not have: a stranger may announce any number of them."""
+    peer, span = held
+    return held if span.end <= blocks else (peer, Span(span.start, blocks))
 
 
 def _shifted(span: Span, by: int) -> Span:

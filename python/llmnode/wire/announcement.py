@@ -22,6 +22,7 @@ from llmnode.core.span import Span
 from llmnode.core.speed import AnnouncedSpeed
 from llmnode.errors import RemoteProtocolError
 from llmnode.wire import version_1
+from llmnode.wire.adapter import MOST_PARTS as MOST_BLOCKS
 from llmnode.wire.messages import AnnouncementBody, pack, unpack_signed
 from llmnode.wire.profile import profile_fields, profile_of
 
@@ -125,6 +126,8 @@ def unpack_announcement(body: Buffer, signature: Buffer) -> SignedAnnouncement:
     Fields that this version does not know are ignored, and stay in the body: the bytes that were signed are passed on.
     """
     fields, ignored = unpack_signed(AnnouncementBody, body)
+    if fields.blocks > MOST_BLOCKS:
+        raise RemoteProtocolError(f"AnnouncementBody: {fields.blocks} blocks, and no model has more than {MOST_BLOCKS}")
     if not fields.span_start < fields.span_end <= fields.blocks:
         raise RemoteProtocolError("AnnouncementBody: announces a span that its model does not have")
     moves_to = None

@@ -95,6 +95,16 @@ def test_of_equal_peers_the_one_named_first_is_taken() -> None:
     assert find_route(4, [second, first]) == (second,)
 
 
+def test_blocks_beyond_the_end_of_the_model_cost_nothing() -> None:
+    """A stranger announces any number of them. None has a place in memory."""
+    stranger, other = PeerId("stranger"), Hop(PeerId("other"), Span(0, 3))
+    endless = Hop(stranger, Span(1, 2**32))
+    costs = {stranger: HopCost(1.0, 1e-6), other.peer: HopCost(1.0, 1.0)}
+    assert find_route(4, [endless, other], costs) == (Hop(other.peer, Span(0, 1)), Hop(stranger, Span(1, 4)))
+    with pytest.raises(NoRoute):
+        find_route(4, [Hop(stranger, Span(4, 2**32))])
+
+
 PEERS_HELD = {"whole": Span(0, 10), "part": Span(2, 5), "other": Span(8, 12)}
 
 

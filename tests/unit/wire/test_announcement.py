@@ -99,6 +99,8 @@ def test_what_is_packed_is_unpacked() -> None:
     [
         ({"span_end": 31}, "span that its model does not have"),
         ({"span_start": 7}, "span that its model does not have"),
+        ({"blocks": 1025}, "1025 blocks, and no model has more than 1024"),
+        ({"blocks": 2**32 - 1, "span_start": 0, "span_end": 2**32 - 1}, "no model has more than 1024"),
         ({"state": ""}, "state"),
         ({"extra": [[[[[[]]]]]]}, "extra: nested"),
         ({"x" * 65: 1}, "no name of a field"),
