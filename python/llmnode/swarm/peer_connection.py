@@ -23,7 +23,7 @@ from llmnode.errors import (
     RemoteProtocolError,
 )
 from llmnode.swarm.brought_adapters import BroughtAdapters
-from llmnode.swarm.uploads import Lane, Uploads
+from llmnode.swarm.uploads import Lane, StartSoon, Uploads
 from llmnode.wire import version_1
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.load_now import load_of
@@ -45,11 +45,11 @@ FAREWELL_S = 1.0
 
 
 class PeerConnection:
-    """One link, shared by all sessions that use its peer. Made by `open_connection`."""
+    """One link, shared by all sessions that use its peer. Made by `open_connection`, whose nursery has `start_soon`."""
 
-    def __init__(self, link: Link, uploads: Uploads) -> None:
+    def __init__(self, link: Link, uploads: Uploads, start_soon: StartSoon) -> None:
         self._link = link
-        self.lane = Lane(uploads)
+        self.lane = Lane(uploads, link.wait_written, start_soon)
         self._waiting: dict[Question, Expected] = {}
         self._ended: PeerError | None = None
         self._has_ended = trio.Event()
@@ -377,8 +377,8 @@ class Expected:
 @contextlib.asynccontextmanager
 async def open_connection(link: Link, uploads: Uploads | None = None) -> AsyncIterator[PeerConnection]:
     """A running connection over `link`, which shares the uplink with others. The link ends with the context."""
-    connection = PeerConnection(link, uploads or Uploads())
     async with trio.open_nursery() as nursery:
+        connection = PeerConnection(link, uploads or Uploads(), nursery.start_soon)
         nursery.start_soon(connection.run)
         try:
             yield connection

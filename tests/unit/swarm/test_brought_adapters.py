@@ -40,7 +40,8 @@ async def time_to_bring(part_s: float) -> float:
         pass
 
     since_s = trio.current_time()
-    await BroughtAdapters(ask, PEER, Lane(Uploads())).using(ADAPTER, Span(0, BLOCKS), TIMEOUT_S, nothing)
+    lane = Lane(Uploads(), nothing, lambda _: None)
+    await BroughtAdapters(ask, PEER, lane).using(ADAPTER, Span(0, BLOCKS), TIMEOUT_S, nothing)
     return trio.current_time() - since_s
 
 

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 @in_trio
 async def test_an_answer_that_came_after_the_question_was_given_up_is_not_read() -> None:
-    connection = PeerConnection(cast("Any", SimpleNamespace(peer="12D3KooW")), Uploads())
+    link = cast("Any", SimpleNamespace(peer="12D3KooW", wait_written=None))
+    connection = PeerConnection(link, Uploads(), lambda _: None)
     with connection.expect(SessionId(bytes(16)), Epoch(0), Step(0)) as answer:
         answer.arrive(Frame(FrameType.REFUSAL))
         with trio.CancelScope() as given_up:
