@@ -19,7 +19,7 @@ from llmnode.core.model import AUTO, DTYPES, KV_DTYPES, QUANTS, SAME, PrecisionW
 from llmnode.core.policy import LinkPolicy, RelayPolicy, ServePolicy, SwarmPolicy
 from llmnode.core.serving.kv_memory import parse_memory
 from llmnode.core.span import parse_span
-from llmnode.errors import ConfigError, PeerError, single_error
+from llmnode.errors import ConfigError, EmbeddedModelMissing, PeerError, single_error
 from llmnode.machine.hardware import hardware
 from llmnode.machine.resident import resident_bytes
 from llmnode.net.addresses import LISTEN_ANY_LOOPBACK
@@ -299,7 +299,7 @@ async def _open_default(source: WorkerSource, swarm: Swarm, report: Callable[[st
     theirs = f"; the swarm has {describe(others)}" if others else ""
     try:
         model = await source.open_model()
-    except ConfigError as error:
+    except EmbeddedModelMissing as error:
         raise ConfigError(f"no model is named: name one, as in `llmnode serve org/name`{theirs}; or {error}") from error
     is_alone = others and model.digest not in {each.offer.profile.model_digest for each in others}
     joins = f"{theirs}: name a model of these to join its servers" if is_alone else ""

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AdapterError",
     "ConfigError",
+    "EmbeddedModelMissing",
     "IntegrityError",
     "LlmnodeError",
     "LocalProtocolError",
@@ -49,6 +50,10 @@ class ModelError(LlmnodeError):
 
 class AdapterError(LlmnodeError):
     """An adapter is damaged, or does not fit the model that it is for."""
+
+
+class EmbeddedModelMissing(ConfigError):
+    """The package of the embedded model is not installed, or damaged. A model that is named needs none."""
 
 
 class NumericOverflow(ConfigError):

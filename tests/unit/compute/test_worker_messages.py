@@ -41,7 +41,7 @@ from llmnode.core.operations import (
 )
 from llmnode.core.priority import Priority
 from llmnode.core.span import Span
-from llmnode.errors import AdapterError, ConfigError, LocalProtocolError
+from llmnode.errors import AdapterError, ConfigError, EmbeddedModelMissing, LocalProtocolError
 
 SESSIONS = st.binary(min_size=16, max_size=16).map(SessionId)
 CHARACTERS = st.characters(codec="utf-8")
@@ -168,6 +168,7 @@ def test_an_error_keeps_its_kind_and_one_of_an_unknown_kind_names_it() -> None:
 
     for error, kind, text in (
         (ConfigError("mend it"), ConfigError, "mend it"),
+        (EmbeddedModelMissing("install it"), EmbeddedModelMissing, "install it"),
         (AdapterError("too wide"), AdapterError, "too wide"),
         (MemoryError(), MemoryError, ""),
         (TorchError("no memory"), RuntimeError, "no memory"),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from llmnode.errors import ConfigError
+from llmnode.errors import ConfigError, EmbeddedModelMissing
 from llmnode.node.app import NodeConfig, open_node
 from llmnode.testing.exact_blocks import EXACT_MODEL
 from unit.exact_nodes import ExactLoader, exact_node
@@ -16,6 +16,7 @@ from unit.in_trio import in_trio
 if TYPE_CHECKING:
     from llmnode.core.model import ModelInfo
 
+NO_DEVICE = "--device cuda: write cpu"
 MISSING = "the embedded model is not installed: run `pip install it`"
 THEIRS = f"the swarm has 1 server of {EXACT_MODEL.name} (blocks [0, {EXACT_MODEL.blocks}))"
 
@@ -27,7 +28,7 @@ class OtherLoader(ExactLoader):
 
 class NoLoader(ExactLoader):
     def open_model(self) -> ModelInfo:
-        raise ConfigError(MISSING)
+        raise EmbeddedModelMissing(MISSING)
 
 
 @in_trio
@@ -47,6 +48,18 @@ async def test_it_says_what_it_serves_and_what_others_have() -> None:
         async with open_node(other, lines.append):
             (line,) = [line for line in lines if line.startswith("serving another, the embedded model")]
             assert THEIRS in line and line.endswith("name a model of these to join its servers")
+
+
+class NoDeviceLoader(ExactLoader):
+    def open_model(self) -> ModelInfo:
+        raise ConfigError(NO_DEVICE)
+
+
+@in_trio
+async def test_what_is_wrong_with_another_option_is_no_want_of_a_model() -> None:
+    with pytest.raises(ConfigError, match=f"^{NO_DEVICE}$"):
+        async with open_node(NodeConfig(worker="thread", make_loader=NoDeviceLoader)):
+            pass
 
 
 @in_trio
