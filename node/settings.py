@@ -28,7 +28,7 @@ from llmnode.core.user_input import (
     split_lines,
 )
 from llmnode.errors import ConfigError
-from llmnode.node.values import PATHS, peer
+from llmnode.node.values import INVITE, PATHS, peer
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -120,8 +120,10 @@ def parse(
     settings = read_settings(options, environ)
     for command, of in commands.items():
         _leave_out_rest(of, options[command], settings[command])
-    arguments = parser.parse_args(argv)
+    arguments, left = parser.parse_known_args(argv)
     chosen, given = arguments.command, set(vars(arguments))
+    if left:
+        commands[chosen].error(f"unrecognized arguments: {' '.join(left)}{_hint(left[0], options[chosen])}")
     assert not given & {"settings", "given"}, "they would be lost below"
     for option in options[chosen].values():
         if option.action.dest not in given:
@@ -229,6 +231,18 @@ def _check_known(names: Iterable[str], known: Collection[str], complaint: str) -
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             raise ConfigError(f"{complaint} {name!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
+
+
+def _hint(argument: str, known: Mapping[str, Option]) -> str:
+    """How an `argument` may have been meant that the command has no place for."""
+    if argument.startswith("--"):
+        close = difflib.get_close_matches(argument.partition("=")[0], [f"--{name}" for name in known], n=1)
+        return f"; did you mean {close[0]}?" if close else ""
+    if argument.startswith(INVITE) and "swarm-key" in known:
+        return "; an INVITE beside another argument goes after --swarm-key"
+    if argument.startswith("/") and "/p2p/" in argument and "peers" in known:
+        return "; addresses go after --peers"
+    return ""
 
 
 def _as_text(option: Option, value: Any) -> Any:
