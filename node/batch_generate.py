@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from llmnode.errors import single_error
 from llmnode.node.terminal import note, open_console
+from llmnode.node.text import counted
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
@@ -61,11 +62,12 @@ class Meter:
         self._done += 1
         self.tokens += tokens
         if not self._progress.console.is_terminal:
-            self._progress.console.print(f"{name}: {tokens} tokens; {self._done} of {self.texts} texts")
+            self._progress.console.print(f"{name}: {counted(tokens, 'token')}; {self._done} of {self.texts} texts")
 
     def summary(self) -> str:
         took_s = time.perf_counter() - self._began_s
-        return f"{self.texts} texts, {self.tokens} tokens in {took_s:.1f} s: {self.tokens / took_s:.1f} tokens/s"
+        done = f"{counted(self.texts, 'text')}, {counted(self.tokens, 'token')}"
+        return f"{done} in {took_s:.1f} s: {self.tokens / took_s:.1f} tokens/s"
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from llmnode.node.generate import DEFAULT_NEW_TOKENS
 from llmnode.node.outcome import describe_empty
 from llmnode.node.processes import ServerDied, ServerProcess, all_ready, last_words, private_swarm, pss_mib
 from llmnode.node.terminal import Pieces, note, open_console, say, show_json
+from llmnode.node.text import counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -153,7 +154,7 @@ async def _raise_when_ended(server: ServerProcess) -> None:
 
 
 def _table(servers: Sequence[ServerProcess]) -> Table:
-    table = Table(title=f"{len(servers)} servers on this machine", title_justify="left")
+    table = Table(title=f"{counted(len(servers), 'server')} on this machine", title_justify="left")
     for column in ("blocks", "peer", "pid", "state"):
         table.add_column(column)
     for server in servers:

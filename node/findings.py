@@ -10,6 +10,7 @@ from llmnode.core.peers.clocks import CLOCK_FIX, judge_clocks
 from llmnode.core.placement.precisions import describe_gaps, served_precisions
 from llmnode.core.span import Span
 from llmnode.core.view import online
+from llmnode.node.text import counted
 from llmnode.node.watching import DOUBLE_FIX, UNREAD, UPDATE
 
 if TYPE_CHECKING:
@@ -68,7 +69,8 @@ def check_coverage(
     """
     served = served_precisions(model, online(announcements), wish, met)
     if served and served[0].is_whole:
-        text = f"the swarm has all {model.blocks} blocks in {served[0].precision.name}, at {served[0].servers} servers"
+        servers = counted(served[0].servers, "server")
+        text = f"the swarm has all {model.blocks} blocks in {served[0].precision.name}, at {servers}"
         return Finding("peers", OK, text)
     if len(served) > 1:
         return Finding("peers", WARNING, describe_gaps(served), "start servers for them")

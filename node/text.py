@@ -37,6 +37,10 @@ class ScreenText:
         return speed_line(len(self._times_s), self._times_s[0], speed)
 
 
+def counted(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
 def speed_line(tokens: int, first_s: float, tokens_per_s: float | None) -> str:
     speed = f", then {tokens_per_s:.1f} tokens/s" if tokens_per_s else ""
-    return f"{tokens} tokens: the first after {first_s:.2f} s{speed}"
+    return f"{counted(tokens, 'token')}: the first after {first_s:.2f} s{speed}"

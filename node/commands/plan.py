@@ -12,6 +12,7 @@ from llmnode.node.commands.joining import FIND, add_mdns, add_peers, swarm_to_jo
 from llmnode.node.commands.options import add_blocks, add_command, add_relay, add_worker, at_least_one, worker_config
 from llmnode.node.status_lines import Telling, terminal
 from llmnode.node.terminal import show, show_json
+from llmnode.node.text import counted
 
 if TYPE_CHECKING:
     import argparse
@@ -118,12 +119,12 @@ def _parts(session: SessionForecast) -> Iterator[str]:
     parts = {
         "servers compute": session.compute_s,
         "on the way": session.ways_s,
-        "lines are busy": session.send_s,
+        "sending": session.send_s,
         "the client": session.client_s,
     }
     shares = ", ".join(f"{what} {1e3 * each:.1f} ms ({each / session.step_s:.0%})" for what, each in parts.items())
     yield ""
-    yield f"a token takes {1e3 * session.step_s:.1f} ms over {len(session.hops)} servers: {shares}"
+    yield f"a token takes {1e3 * session.step_s:.1f} ms over {counted(len(session.hops), 'server')}: {shares}"
 
 
 def _further(plan: Plan, now: SessionForecast) -> Iterator[str]:

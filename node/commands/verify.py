@@ -27,6 +27,8 @@ SHOWS = (
     " is right"
 )
 
+FIX = "name a file that `llmnode generate --receipts FILE` or a session has written"
+
 
 def add(commands: Commands) -> None:
     parser = add_command(
@@ -38,7 +40,9 @@ def add(commands: Commands) -> None:
         "the exit status is 1 if anything is wrong: a signature, a gap, a chain that does not join, two receipts that\n"
         "contradict each other",
     )
-    parser.add_argument("file", type=path, metavar="FILE", help="what a session exported")
+    parser.add_argument(
+        "file", type=path, metavar="FILE", help="what `llmnode generate --receipts FILE` or a session has written"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
 
 
@@ -47,12 +51,12 @@ def run(arguments: argparse.Namespace) -> int:
     from llmnode.receipts.audit import audit
     from llmnode.receipts.transcript import MOST_BYTES, parse
 
-    content = read_file(arguments.file, str(arguments.file), MOST_BYTES, fix="name a file that a session exported")
+    content = read_file(arguments.file, str(arguments.file), MOST_BYTES, fix=FIX)
 
     try:
         transcript = parse(content)
     except ConfigError as error:
-        raise ConfigError(f"{arguments.file}: {error}") from error
+        raise ConfigError(f"{arguments.file}: {error}: {FIX}") from error
     found = audit(transcript, is_signed)
     if arguments.json:
         show_json(_as_json(transcript, found))

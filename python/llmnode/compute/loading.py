@@ -86,7 +86,7 @@ class SpanLoader:
             kv = self._kv_tokens(size, 1, places) * (size.kv_token_bytes + size.log_token_bytes)
             raise ConfigError(
                 f"no block of {self._opened.name} fits: {free} MiB are free{apart}, of which a server takes "
-                f"{MEMORY_SHARE:.0%}; a block takes {size.block_bytes >> 20} and its KV {kv >> 20}: "
+                f"{MEMORY_SHARE:.0%}; a block takes {size.block_bytes >> 20} MiB and its KV {kv >> 20} MiB: "
                 "end other programs, raise the container's limit, or lower --kv-tokens or --kv-memory"
             )
         return fitting

@@ -204,7 +204,7 @@ def test_servers_that_the_named_peer_knows_count() -> None:
             await relay.meet(theirs)
             found = await _examined(address)
         assert "has no blocks (this is a relay" in found["peer"].text
-        assert found["peers"].text == "the swarm has all 10 blocks in float32, at 1 servers"
+        assert found["peers"].text == "the swarm has all 10 blocks in float32, at 1 server"
         assert found["clock"].verdict == OK
 
     trio.run(main)

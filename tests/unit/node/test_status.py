@@ -109,11 +109,13 @@ def test_the_prediction_for_a_server_is_shown_beside_what_it_does() -> None:
     assert [each["figures"]["memory_error"] for each in told] == [pytest.approx(-0.1), None]
     assert told[1]["figures"]["measured_tokens_per_s"] is None
     assert figures_line(figures[busy.peer]) == (
-        "40.0 tokens/s (44.0 predicted for 2.5 sessions at once, off by +10%), "
+        "40.0 tokens/s (44.0 tokens/s predicted for 2.5 sessions at once, off by +10%), "
         "300 tokens/s of prompts (330 predicted, off by +10%), "
         "1000 MiB of memory (900 MiB predicted, off by -10%)"
     )
-    assert "no speed measured yet" in figures_line(figures[idle.peer])
+    assert figures_line(figures[idle.peer]).startswith(
+        "no speed measured yet (120.0 tokens/s predicted for 8 sessions at once), "
+    )
 
 
 def test_programs_are_told_how_many_announcements_cannot_be_read() -> None:
