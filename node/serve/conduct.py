@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 COUNTED_BYTES = 1 << 14
 """A request of this size counts as one more: it is parsed. So does one with an answer of this size."""
+ANSWERED_BYTES = 1 << 18
+"""An answer about a view counts as one more request for each part of this size. The question may have one byte, and
+the answer two megabytes."""
 COUNTED_POSITIONS = 64
 """One that asks for results of this number of positions too: they are read and sent."""
 COUNTED_OPEN = 3.0
@@ -74,6 +77,15 @@ class Conduct:
         if not self._requests.take(path, amount):
             is_quick = frame.type in OPENINGS and self._is_free_for(link.group)
             await _wait(self._openings if is_quick else self._requests, link, frame.size_bytes, amount)
+
+    async def wait_answer(self, link: Link, answer: Frame) -> None:
+        """Until an answer about our view may be sent. It counts for the address group that has asked.
+
+        Raises as `wait_turn`.
+        """
+        amount = min(MOST_COUNTED, answer.size_bytes / ANSWERED_BYTES)
+        if amount >= 1 and not self._requests.take((link.group, link.peer), amount):
+            await _wait(self._requests, link, answer.size_bytes, amount)
 
     async def wait_want(self, link: Link, frame: Frame, used: int) -> None:
         """Until a question before pushes may be looked at. `used` is how many pushes of this link were used since the

@@ -110,7 +110,9 @@ async def answer_any(swarm: Swarm | None, conduct: Conduct, link: Link, frame: F
     if frame.type is FrameType.PROBE:
         await link.send(_answer_probe(conduct, link, frame))
     elif frame.type in QUESTIONS and swarm is not None:
-        await link.send(_answer_with_view(swarm, link, frame))
+        answer = _answer_with_view(swarm, link, frame)
+        await conduct.wait_answer(link, answer)
+        await link.send(answer)
     elif frame.type is FrameType.NEWS and swarm is not None:
         await swarm.take_news(frame, link)
     elif not frame.type.is_known:

@@ -13,11 +13,12 @@ from llmnode.core.ids import SessionId, Step
 from llmnode.core.policy import ServePolicy, TurnPolicy
 from llmnode.core.span import Span
 from llmnode.errors import PeerError, single_error
+from llmnode.node.serve import conduct
 from llmnode.node.serve.push_inlet import LinkGrants
 from llmnode.swarm.peer_connection import open_connection
-from llmnode.testing import Dialogue, check_coverage, open_world, simulated
+from llmnode.testing import Dialogue, check_coverage, open_world, simulated, simulated_ms
 from llmnode.wire.frame import Frame, FrameType
-from llmnode.wire.messages import pack
+from llmnode.wire.messages import Clock, pack
 from llmnode.wire.payload import Codec
 from llmnode.wire.push_messages import PushLimit
 from simulation.pushes import neighbours, open_frame
@@ -95,6 +96,28 @@ async def test_floods_are_answered_at_a_bounded_rate_and_an_honest_client_soon(
                     await connection.describe(5)
                     assert trio.current_time() - began_s < 1
             nursery.cancel_scope.cancel()
+
+
+@simulated
+async def test_the_bytes_of_answers_about_a_view_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The question is the empty map: one byte. In a large swarm the answer has two megabytes."""
+    part_bytes, requests = 64, ServePolicy().requests
+    monkeypatch.setattr(conduct, "ANSWERED_BYTES", part_bytes)
+    question = Frame(FrameType.VIEW, meta=pack(Clock(simulated_ms())), payload=b"\x80")
+    async with open_world() as world:
+        for name, span in (("0a", Span(0, 3)), ("1a", Span(3, 6))):
+            await world.start(name, span)
+        await check_coverage(world)
+        rude = await world.internet.network("rude", "9.9.9.9").dial(world.nodes["0a"].network.addresses[0])
+        sizes: list[int] = []
+        with trio.move_on_after(SECONDS):
+            while True:
+                await rude.send(question)
+                sizes.append((await rude.receive()).size_bytes)
+    allowed = requests.burst + (requests.per_s + requests.shared_per_s) * SECONDS
+    of_one = 1 + sizes[0] / part_bytes
+    assert of_one > 4
+    assert requests.burst / of_one - 1 < len(sizes) <= allowed / of_one + 2
 
 
 @simulated
