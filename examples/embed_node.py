@@ -5,6 +5,7 @@
 Without an address it starts a swarm of its own; with one it joins that swarm and serves what is needed there most.
 """
 
+import argparse
 import sys
 
 import torch
@@ -24,4 +25,6 @@ def main(peers: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("peers", nargs="*", metavar="ADDRESS")
+    main(parser.parse_args().peers)

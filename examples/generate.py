@@ -5,7 +5,7 @@ llmnode serve --blocks 15:30       (prints ADDRESS2)
 python examples/generate.py ADDRESS1 ADDRESS2
 """
 
-import sys
+import argparse
 
 import torch
 
@@ -21,4 +21,6 @@ def main(peers: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("peers", nargs="+", metavar="ADDRESS")
+    main(parser.parse_args().peers)

@@ -1,14 +1,17 @@
 """Answers to several questions at once, streamed from a trio program, each ended by a stop string or its length.
 
-python examples/streaming_chat.py "What is the capital of France?" "Why is the sky blue?" -- ADDRESS1 ADDRESS2
+python examples/streaming_chat.py ADDRESS1 ADDRESS2
+python examples/streaming_chat.py ADDRESS --ask "What is the capital of France?" "Why is the sky blue?"
 """
 
-import sys
+import argparse
 
 import trio
 
 import llmnode
 from llmnode.core.texts.visible import visible  # a hostile server can choose escape sequences
+
+QUESTIONS = ["What is the capital of France?", "Why is the sky blue?"]
 
 
 async def answer(client: llmnode.Client, question: str) -> None:
@@ -30,6 +33,9 @@ async def main(questions: list[str], peers: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    end = sys.argv.index("--")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("peers", nargs="+", metavar="ADDRESS")
+    parser.add_argument("--ask", nargs="+", metavar="QUESTION", default=QUESTIONS, help=f"(default: {QUESTIONS})")
+    options = parser.parse_args()
     # Ctrl-C then never comes in the middle of what trio notes for itself, after which a program may not end.
-    trio.run(main, sys.argv[1:end], sys.argv[end + 1 :], restrict_keyboard_interrupt_to_checkpoints=True)
+    trio.run(main, options.ask, options.peers, restrict_keyboard_interrupt_to_checkpoints=True)

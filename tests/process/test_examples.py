@@ -18,6 +18,13 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 README = (EXAMPLES / "README.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize("example", sorted(each.name for each in EXAMPLES.glob("*.py")))
+def test_each_example_says_how_to_start_it(example: str) -> None:
+    done = in_process.program(EXAMPLES / example, "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"python examples/{example}" in done.stdout and "ADDRESS" in done.stdout
+
+
 def test_the_example_of_a_model(nodes: list[Any]) -> None:
     """In a process of its own, as users start it. The other examples run in this one."""
     command = [sys.executable, str(EXAMPLES / "generate.py"), *(node.address for node in nodes)]
@@ -29,7 +36,7 @@ def test_the_example_of_a_model(nodes: list[Any]) -> None:
 def test_the_example_of_streamed_answers(nodes: list[Any]) -> None:
     addresses = [node.address for node in nodes]
     questions = ["What is the capital of France?", "Is the sky blue?"]
-    done = in_process.program(EXAMPLES / "streaming_chat.py", *questions, "--", *addresses)
+    done = in_process.program(EXAMPLES / "streaming_chat.py", *addresses, "--ask", *questions)
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout
     assert done.stdout.count(" tokens, ") == 2
