@@ -125,9 +125,11 @@ def _drawn_by(console: Console, live: Live | None) -> Callable[[Look, Look | Non
 def _now(look: Look, before: Look | None, bar_columns: int) -> Iterator[RenderableType]:
     from rich.text import Text
 
+    from llmnode.node.commands.fitted_table import FittedTable
+
     earlier = {each.key: each for each in before.models} if before else {}
     for model in look.models:
-        yield watch_table(model, earlier.get(model.key), bar_columns)
+        yield FittedTable(watch_table(model, earlier.get(model.key), bar_columns))
         yield _coverage(model)
         rate = model.whole_tokens_per_s(earlier.get(model.key))
         if rate is not None:
@@ -146,17 +148,19 @@ def _print_json(look: Look, before: Look | None) -> None:
 
 
 def _show(models: Sequence[ModelStatus]) -> None:
+    from llmnode.node.commands.fitted_table import FittedTable
+
     console = open_console(stderr=False, highlight=False)
     if not models:
         console.print(NOBODY)
     for model in models:
-        console.print(status_table(model, max(LEAST_BAR, console.width - BESIDE_BAR)))
+        console.print(FittedTable(status_table(model, max(LEAST_BAR, console.width - BESIDE_BAR))))
         for each in model.servers:
             if each.has_double:
                 told = f"two nodes use the identity of peer {printable(each.peer)}, and one hides the other"
                 console.print(f"{told}: {DOUBLE_FIX}", style="bold red", markup=False)
         if model.figures:
-            console.print(figures_table(model.figures))
+            console.print(FittedTable(figures_table(model.figures)))
         console.print(_coverage(model))
 
 

@@ -16,6 +16,7 @@ from llmnode.core.server_figures import ServerFigures
 from llmnode.core.span import Span
 from llmnode.node.asking import Look
 from llmnode.node.cli import main
+from llmnode.node.commands.fitted_table import FittedTable
 from llmnode.node.commands.status import _drawn_by, _show
 from llmnode.node.commands.status_tables import BESIDE_BAR, LEAST_BAR, figures_table, status_table, watch_table
 from llmnode.node.status import ModelStatus, ServerReport, as_json, figures_line
@@ -34,7 +35,7 @@ def announcement(name: str, span: Span, state: PeerState) -> Announcement:
     return Announcement(PeerId(f"12D3KooW{name}"), ("/ip4/192.0.2.1/tcp/1",), 1, 1, "llmnode/1", offer)
 
 
-@pytest.mark.parametrize("columns", [80, 100, 200])
+@pytest.mark.parametrize("columns", [40, 50, 79, 80, 100, 200])
 def test_a_table_of_busy_servers_is_not_cut_short(columns: int) -> None:
     busy = announcement("T5CStntA", Span(0, 12), PeerState.ONLINE)
     silent = announcement("T5CStntB", Span(15, 30), PeerState.DRAINING)
@@ -47,7 +48,7 @@ def test_a_table_of_busy_servers_is_not_cut_short(columns: int) -> None:
     model = ModelStatus(MODEL, "d", "float32", 30, [busy, silent], {busy.peer: ServerReport(answer, True, 123_456)})
     console = Console(width=columns, file=io.StringIO(), color_system=None)
     with console.capture() as captured:
-        console.print(status_table(model, max(LEAST_BAR, columns - BESIDE_BAR)))
+        console.print(FittedTable(status_table(model, max(LEAST_BAR, columns - BESIDE_BAR))))
     printed = captured.get()
     assert "…" not in printed
     for shown in [
@@ -63,6 +64,19 @@ def test_a_table_of_busy_servers_is_not_cut_short(columns: int) -> None:
         "nobody",
     ]:
         assert shown in printed
+
+
+def test_a_row_in_a_narrow_terminal_has_the_names_of_its_columns() -> None:
+    model = ModelStatus(MODEL, "d", "float32", 30, [announcement("T5CStntA", Span(0, 15), PeerState.ONLINE)], {})
+    console = Console(width=50, file=io.StringIO(), color_system=None)
+    with console.capture() as captured:
+        console.print(FittedTable(watch_table(model, None, LEAST_BAR)))
+    assert captured.get().splitlines()[2:] == [
+        "T5CStntA  blocks [0, 15)  ██··  state online",
+        "  tokens/s -  queue -  sessions -  free KV 32768",
+        "  RTT ms -  link none  version 1",
+        "nobody  blocks [15, 30)  ··╳╳",
+    ]
 
 
 def test_the_words_of_servers_neither_steer_the_terminal_nor_style_the_table() -> None:
