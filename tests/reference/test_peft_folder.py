@@ -122,7 +122,7 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "cut off": (lambda path: os.truncate(path / ADAPTER_WEIGHTS_FILE, 1000), "is damaged"),
     "nothing": (lambda path: (path / ADAPTER_WEIGHTS_FILE).write_bytes(b""), "is damaged"),
     "no weights": (lambda path: (path / ADAPTER_WEIGHTS_FILE).unlink(), "give a folder that PEFT has saved"),
-    "no config": (lambda path: (path / ADAPTER_FILE).unlink(), ADAPTER_FILE),
+    "no config": (lambda path: (path / ADAPTER_FILE).unlink(), f"it has no {ADAPTER_FILE}: give the folder that PEFT"),
     "a broken config": (lambda path: (path / ADAPTER_FILE).write_text("{"), ADAPTER_FILE),
     "DoRA": (changed_config(use_dora=True), "DoRA: train one without"),
     "a bias": (changed_config(bias="all"), "biases: train one without"),
@@ -186,6 +186,7 @@ def test_a_bad_folder_is_refused_with_the_fix(fault: str, copied: tuple[ModelInf
     with pytest.raises(AdapterError, match=why) as refused:
         read_adapter(str(path), info)
     assert str(refused.value).startswith(f"the adapter {path}: ")
+    assert "model folder" not in str(refused.value)
 
 
 @pytest.mark.parametrize("init", [True, False, None, "gaussian", "Gaussian", "eva", "orthogonal", "mica"])

@@ -22,7 +22,7 @@ from llmnode.core.user_input import expand_path
 from llmnode.errors import AdapterError, ConfigError, ModelError
 from llmnode.models.families import FAMILIES
 from llmnode.models.sources.checkpoint import ADAPTER_FILE, ADAPTER_PICKLE_FILE, ADAPTER_WEIGHTS_FILE
-from llmnode.models.sources.damage import read_json
+from llmnode.models.sources.damage import read_json, what_is_wrong_in_json
 from llmnode.models.sources.hub_adapter import hub_adapter
 from llmnode.models.sources.repository import HubName, parse_hub_name
 from llmnode.wire.adapter import make_adapter
@@ -156,7 +156,12 @@ def read_adapter(text: str, model: ModelInfo, report: Callable[[str], None] = la
 
 
 def _read(path: Path, model: ModelInfo) -> LocalAdapter:
-    config = read_json(path / ADAPTER_FILE)
+    file = path / ADAPTER_FILE
+    if not file.exists():
+        raise AdapterError(f"it has no {ADAPTER_FILE}: give the folder that PEFT has saved the adapter in")
+    if (fault := what_is_wrong_in_json(file)) is not None:
+        raise AdapterError(f"{ADAPTER_FILE} {fault}")
+    config = read_json(file)
     _check_config(config, model)
     alphas = _alphas(config)
     layers: dict[int, dict[str, dict[str, np.ndarray]]] = {}
