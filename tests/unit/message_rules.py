@@ -58,13 +58,13 @@ def number(low: int, high: int) -> Rule:
 
 
 def text(low: int, high: int) -> Rule:
-    wrong = ["x" * (high + 1), "x" * 50_000, *NO_TEXT]
+    wrong = ["x" * (high + 1), "x" * 15_000, *NO_TEXT]
     edges = ["x" * low, "x" * high, "\N{GRINNING FACE}" * high]
     return Rule(st.text(min_size=low, max_size=min(high, 300)), edges, wrong + [""] * (low > 0))
 
 
 def octets(low: int, high: int) -> Rule:
-    wrong = [bytes(high + 1), bytes(50_000), *NO_BYTES]
+    wrong = [bytes(high + 1), bytes(15_000), *NO_BYTES]
     short = [b"", bytes(low - 1)] if low else []
     return Rule(st.binary(min_size=low, max_size=high), [bytes(low), b"\xff" * high], wrong + short)
 

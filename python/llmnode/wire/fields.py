@@ -127,12 +127,18 @@ OptionalAdapters = Annotated[list[list[Any]] | None, Rows(MOST_ADAPTERS, (_Adapt
 Extensions = Annotated[dict[str, Any] | None, Named(MOST_EXTENSIONS, DEEPEST)]  # Any: each extension has its own values
 ExtensionNames = Annotated[list[str] | None, Texts(MOST_EXTENSIONS, NAME_CHARS)]
 
+MOST_MAP_BYTES = 16 << 10
+"""The largest map. A refusal with the longest text has half of this. Each byte of an extension that nobody here knows
+may become an object: 64 KiB of these take a tenth of a second.
+"""
 _MOST_ITEMS = 48
 """The limit of one map or array. msgpack reserves memory for all items before it reads one. A message has fewer."""
 
 
 def read_map(what: str, content: Buffer) -> dict[Any, Any]:  # Any: what a peer sends is not known yet
     """The map that is packed in `content`. Raises RemoteProtocolError, which calls it `what`."""
+    if len(content) > MOST_MAP_BYTES:
+        raise RemoteProtocolError(f"{what}: {len(content)} bytes of fields, at most {MOST_MAP_BYTES} allowed")
     try:
         values = msgpack.unpackb(
             content,

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from llmnode.core.policy import LinkPolicy
 from llmnode.errors import RemoteProtocolError
-from llmnode.wire.messages import Result, pack, unpack
+from llmnode.wire.fields import MOST_MAP_BYTES
+from llmnode.wire.messages import OpenRequest, Refusal, Result, pack, unpack
 from unit.message_rules import (
     FIELDS,
     KINDS,
@@ -92,7 +93,7 @@ def test_nesting_of_any_depth_is_refused(level: bytes, depth: int) -> None:
 @pytest.mark.parametrize("size", [48, 49, 1000, 30_000, 60_000])
 def test_lengths_that_are_declared_and_never_come_take_no_memory(code: bytes, size: int) -> None:
     level = code + size.to_bytes(4, "big") + (b"\xa1a" if code == b"\xdf" else b"")
-    meta = (b"\x84\xa8queue_us" + level * 1000).ljust(LinkPolicy().max_meta_bytes, b"\x00")
+    meta = (b"\x84\xa8queue_us" + level * 1000)[:MOST_MAP_BYTES].ljust(MOST_MAP_BYTES, b"\x00")
     tracemalloc.start()
     try:
         with pytest.raises(RemoteProtocolError):
@@ -101,6 +102,15 @@ def test_lengths_that_are_declared_and_never_come_take_no_memory(code: bytes, si
     finally:
         tracemalloc.stop()
     assert peak_bytes < 2 << 20
+
+
+def test_no_extension_is_made_of_more_objects_than_it_may_have() -> None:
+    """Nobody here knows this one, so it would be read and ignored: 60,000 empty maps take a tenth of a second."""
+    lists = [[[{}] * 48] * 48] * 26
+    assert len(msgpack.packb(lists)) < LinkPolicy().max_meta_bytes - 1000
+    with pytest.raises(RemoteProtocolError, match=f"bytes of fields, at most {MOST_MAP_BYTES} allowed"):
+        unpack(OpenRequest, msgpack.packb({**VALID[OpenRequest], "extensions": {"x": lists}}))
+    assert len(pack(Refusal(code="\U0001f600" * 200, message="\U0001f600" * 2000, retry_after_ms=0))) < MOST_MAP_BYTES
 
 
 @given(st.sampled_from(list(KINDS)), st.binary(max_size=200))
