@@ -48,7 +48,7 @@ class DhtClient:
 
     async def ask(self, peer: ID, request: Message) -> Message:
         """The answer to a request of the same type. Raises one of FAILURES."""
-        async with self._sent(peer, request) as stream:
+        async with self._sent(peer, request, is_answered=True) as stream:
             answer = await receive(stream.muxed_stream, Message(), self._policy.message_bytes)
         if answer.type != request.type:
             raise RemoteProtocolError("the answer to another request of the DHT")
@@ -56,17 +56,18 @@ class DhtClient:
 
     async def tell(self, peer: ID, request: Message) -> None:
         """Send a request that is not answered. Raises one of FAILURES."""
-        async with self._sent(peer, request):
+        async with self._sent(peer, request, is_answered=False):
             pass
 
     @contextlib.asynccontextmanager
-    async def _sent(self, peer: ID, request: Message) -> AsyncIterator[NetStream]:
+    async def _sent(self, peer: ID, request: Message, *, is_answered: bool) -> AsyncIterator[NetStream]:
+        """After an answer the stream is reset: its peer could keep it open, and fill it, for a minute."""
         with trio.fail_after(self._policy.answer_s):
             stream, in_order = cast("NetStream", await self._host.new_stream(peer, [PROTOCOL_ID])), False
             try:
                 await send(stream.muxed_stream, request)
                 yield stream
-                in_order = True
+                in_order = not is_answered
             finally:
                 await leave(stream, in_order=in_order)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import pytest
 import trio
@@ -12,6 +12,7 @@ from libp2p.kad_dht.common import PROTOCOL_ID
 from libp2p.kad_dht.pb.kademlia_pb2 import Message
 from libp2p.peer.id import ID
 from libp2p.peer.peerstore import create_signed_peer_record
+from libp2p.stream_muxer.exceptions import MuxedStreamError
 from multiaddr import Multiaddr
 
 from llmnode.core.policy import DhtPolicy, LinkPolicy
@@ -30,7 +31,9 @@ if TYPE_CHECKING:
     from typing import Any
 
     from libp2p.abc import INetStream
+    from libp2p.network.swarm import Swarm
 
+    from llmnode.net.yamux import YamuxConnection
     from unit.dht_members import Member
 
 LARGEST = DhtPolicy().message_bytes - 200
@@ -151,6 +154,32 @@ async def test_whole_lookups_with_such_answers_hold_up_nobody_and_keep_little() 
         table = asks.directory._dht.routing_table
         assert len(store.peer_data_map) <= 1000
         assert table.size() <= 20 * DhtPolicy().buckets
+
+
+async def answer_and_go_on(stream: INetStream) -> None:
+    request: Any = await receive(stream.muxed_stream, Message(), 1 << 20)  # type: ignore[attr-defined]
+    muxed_stream: Any = stream.muxed_stream  # type: ignore[attr-defined]
+    await send(muxed_stream, Message(type=request.type, key=request.key))
+    with suppress(MuxedStreamError):
+        await muxed_stream.write(bytes(1 << 20))
+    await trio.sleep_forever()
+
+
+@in_trio
+async def test_a_peer_that_answers_and_goes_on_has_nothing_kept() -> None:
+    """The window of a stream takes 256 KiB, which no budget counts for streams that we have opened."""
+    async with AsyncExitStack() as stack:
+        endless = await stack.enter_async_context(open_network([LISTEN_ANY_LOOPBACK], LinkPolicy()))
+        endless.host.set_stream_handler(PROTOCOL_ID, answer_and_go_on)
+        asks = await stack.enter_async_context(member(endless.addresses[0]))
+        peer, key = ID.from_string(str(endless.peer)), bytes.fromhex(_model_key(DIGEST))
+        (connection,) = cast("Swarm", asks.network.host.get_network()).get_connections(peer)
+        muxed = cast("YamuxConnection", connection.muxed_conn)
+        before = set(muxed._streams)
+        for _ in range(4):
+            await asks.directory._dht.value_store._store_at_peer(peer, key, b"value")
+            await asks.directory._dht.peer_routing._query_peer_for_closest(peer, key)
+        assert set(muxed._streams) <= before
 
 
 async def say_nothing(_stream: INetStream) -> None:
