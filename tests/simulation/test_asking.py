@@ -227,3 +227,58 @@ async def test_a_route_without_a_session_is_found_without_a_question(monkeypatch
         assert not asked
         await opened_at(router)
         assert asked
+
+
+# While a session recovers
+
+
+async def recovered(swarm: World, policy: ClientPolicy, busy: int, since_s: float = 0.0) -> tuple[str, float]:
+    """The server that takes the place of one that dies, and how long the session stands still.
+
+    At the best other one this number of clients decode, that have come `since_s` before.
+    """
+    async with swarm.client(policy) as (router, _), open_session(router) as session:
+        dialogue = Dialogue(session, random.Random(1))
+        await dialogue.step(2)
+        assert session.route[0].peer == peer_named("a")
+        await trio.sleep(ANNOUNCED_S)
+        async with decoding(swarm, "b", busy):
+            await trio.sleep(since_s)
+            swarm.kill("a")
+            await dialogue.step(1)
+            (recovery,) = session.recoveries
+            return str(session.route[0].peer).removeprefix("peer-"), recovery.stall_s
+
+
+RECOVERS = {"a": FORWARD_S, "b": 2 * FORWARD_S, "c": 2.5 * FORWARD_S}
+NEVER_ASKS = replace(PLAIN, route=RoutePolicy(asks=0))
+
+
+@simulated
+async def test_a_lost_hop_is_not_replaced_by_a_server_that_has_become_busy_since_its_announcement() -> None:
+    found = []
+    for policy in (PLAIN, NEVER_ASKS):
+        async with servers(RECOVERS) as swarm:
+            found.append(await recovered(swarm, policy, 4))
+    assert [name for name, _ in found] == ["c", "b"]
+
+
+@pytest.mark.parametrize("answers", ["nothing", "as before", "now"])
+@simulated
+async def test_asking_makes_no_recovery_longer(answers: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    describe = ServerLink._describe
+
+    async def say_nothing(link: ServerLink, frame: Frame) -> None:
+        if not frame.start:
+            await describe(link, frame)
+
+    if answers == "nothing":
+        monkeypatch.setattr(ServerLink, "_describe", say_nothing)
+    elif answers == "as before":
+        answer_as_before(monkeypatch)
+    found = []
+    for policy in (PLAIN, NEVER_ASKS):
+        async with servers(RECOVERS) as swarm:
+            found.append(await recovered(swarm, policy, 0))
+    (name, stall_s), (other, not_asked_s) = found
+    assert name == other and stall_s == pytest.approx(not_asked_s)

@@ -1,4 +1,4 @@
-"""Asks the servers of a route how busy they are, just before a session opens there.
+"""Asks the servers of a route how busy they are, just before a session opens there, or while it recovers there.
 
 Announcements are up to 15 s old, and a thousand clients read the same ones. The answers are claims: they can only make
 a server look worse (`core/peers/asked_loads.py`). A server that does not answer is not blamed.
@@ -7,6 +7,7 @@ a server look worse (`core/peers/asked_loads.py`). A server that does not answer
 from __future__ import annotations
 
 from contextlib import suppress
+from functools import partial
 from heapq import nsmallest
 from typing import TYPE_CHECKING
 
@@ -14,11 +15,13 @@ import trio
 
 from llmnode.core.moves import crowded
 from llmnode.core.peers.asked_loads import AskedLoads, expected, share_there
-from llmnode.core.route import cost_s, replaceable
+from llmnode.core.peers.ways import believed_ways
+from llmnode.core.route import cost_s, find_detour, replaceable
+from llmnode.core.span import Span
 from llmnode.errors import PeerError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from llmnode.core.announcement import Announcement
     from llmnode.core.ids import PeerId
@@ -94,13 +97,85 @@ class Asking:
             for each in (*asked, *others):
                 if self._loads.age_s(each.peer, now_s) is None:
                     self._loads.note_silent(each.peer, now_s)
+        self._note_asking(hops, answers, peers, usable, positions)
+        turn.is_contended = any(answer.asking for answer in answers.values())
+        return is_dearer()
+
+    def _note_asking(
+        self,
+        hops: Sequence[Hop],
+        answers: Mapping[PeerId, LoadNow],
+        peers: Collection[PeerId],
+        usable: Sequence[Announcement],
+        positions: int,
+    ) -> None:
+        """Count the other clients that were about to open sessions when servers have given these `answers`."""
         for peer in answers.keys() - peers:  # others have chosen those, and were there before us
-            self._loads.note_coming(peer, answers[peer].asking, now_s)
+            self._loads.note_coming(peer, answers[peer].asking, trio.current_time())
         for hop in hops:
             if hop.peer in answers and (before := answers[hop.peer].asking):
                 self._expect(hop, before, peers, usable, positions)
-        turn.is_contended = any(answer.asking for answer in answers.values())
-        return is_dearer()
+
+    def ask_soon(
+        self,
+        route: Route,
+        connections: Mapping[PeerId, PeerConnection],
+        usable: Sequence[Announcement],
+        positions: int,
+        turn: AskingTurn,
+    ) -> Callable[[], None] | None:
+        """Ask the servers of `route` that others of the `usable` ones could replace, and some of those, and wait for
+        none. None if there are none to ask, else a function that counts the other clients of the answers until then.
+        """
+        hops, peers = replaceable(route, [(each.peer, each.offer.span) for each in usable]), {hop.peer for hop in route}
+        asked = [connections[hop.peer] for hop in hops if self._is_due(hop.peer, again=False)]
+        if not asked:
+            return None
+        turn.asked |= {each.peer: each for each in asked}
+        answers: dict[PeerId, LoadNow] = {}
+        for each in asked:
+            self._pool.start_soon(partial(self._ask, each, answers, True))
+        for each in self._connected_others(hops, peers, usable, positions, again=False):
+            self._pool.start_soon(partial(self._ask, each, answers, False))
+        return lambda: self._note_asking(hops, answers, peers, usable, positions)
+
+    def costs(
+        self,
+        route: Route,
+        announcements: Sequence[Announcement],
+        *,
+        positions: int,
+        beside: Collection[PeerId],
+        at_once: int,
+    ) -> dict[PeerId, HopCost]:
+        """Those without a session that has just opened on this route, where it has KV."""
+        peers = {hop.peer for hop in route}
+        costs_of = partial(self._records.costs_and_doubts, announcements, positions, beside=beside, at_once=at_once)
+        costs = costs_of(without_one=peers)[1]
+        with_kv = costs_of(without_one=peers, needs_kv=False)[1]
+        return costs | {peer: with_kv[peer] for peer in peers}
+
+    def is_outdone(
+        self,
+        route: Route,
+        thought: Sequence[Announcement],
+        costs: Callable[[Sequence[Announcement]], Mapping[PeerId, HopCost]],
+        note: Callable[[], None],
+    ) -> bool:
+        """Whether `route` is dearer by what servers say now than was `thought`, and others are better by that.
+
+        `note` counts the other clients that have asked.
+        """
+        note()
+        now = self.worse_of(thought)
+        if all(each is before for each, before in zip(now, thought, strict=True)):
+            return False
+        before, after = (costs(each) for each in (thought, now))
+        if cost_s(route, after) <= (1 + self._policy.near) * cost_s(route, before):
+            return False
+        held, ways = ((each.peer, each.offer.span) for each in now), believed_ways(now, self._reaching.round_trips_s())
+        best = find_detour(Span(route[0].span.start, route[-1].span.end), held, after, ways)
+        return cost_s(best, after) < (1 - self._policy.near) * cost_s(route, after)
 
     def _costs(
         self, announcements: Sequence[Announcement], positions: int, peers: Collection[PeerId]
@@ -201,6 +276,7 @@ class AskingTurn:
         """The servers that expect the session."""
         self.is_contended = False
         """Other clients were about to open sessions when it last asked."""
+        self._is_outdone: Callable[[], bool] | None = None
 
     async def has_become_dearer(
         self,
@@ -219,6 +295,29 @@ class AskingTurn:
         dearer = await self._asking.has_become_dearer(route, connections, usable, positions, self)
         self._left, self.left_s = self._left - 1, self.left_s - (trio.current_time() - began_s)
         return dearer
+
+    def ask_beside(
+        self,
+        route: Route,
+        connections: Mapping[PeerId, PeerConnection],
+        usable: Sequence[Announcement],
+        positions: int,
+        beside: Collection[PeerId],
+        at_once: int,
+    ) -> None:
+        """Ask while a session opens on this route in place of a lost hop: it waits for no answer.
+
+        The rest is as for `PeerFinder.find`.
+        """
+        self._is_outdone = None
+        asking, self._left = self._asking, self._left - 1
+        if self._left >= 0 and (note := asking.ask_soon(route, connections, usable, positions, self)) is not None:
+            costs = partial(asking.costs, route, positions=positions, beside=beside, at_once=at_once)
+            self._is_outdone = lambda: asking.is_outdone(route, usable, costs, note)
+
+    def is_outdone(self) -> bool:
+        """Whether others are better than the route where a session has just opened, by the answers that are there."""
+        return self._is_outdone is not None and self._is_outdone()
 
     def settle(self, route: Route) -> None:
         """The session opens on this route: servers that were asked before expect it no more."""

@@ -47,6 +47,10 @@ class Outdone(PeerError):
     """No peer has failed: a hop was left since it is slow, and others are believed to be much faster."""
 
 
+class Busier(PeerError):
+    """No peer has failed: one that was to take a place is busier than was thought, and others are better."""
+
+
 class Overdue(PeerTimeout):
     """Perhaps no peer has failed: one that is not known was given the time that others need, and may be slower."""
 

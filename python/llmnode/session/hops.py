@@ -15,7 +15,7 @@ from llmnode.core.ids import Step
 from llmnode.core.span import Span
 from llmnode.errors import ConfigError, PeerUnreachable, SessionClosed, single_error
 from llmnode.session.chunk_run import run_chunks
-from llmnode.session.failures import LetGo
+from llmnode.session.failures import Busier, LetGo
 from llmnode.session.hop import SessionHop
 from llmnode.session.leaving import Leaving
 from llmnode.session.relay_gate import RelayGate
@@ -23,7 +23,7 @@ from llmnode.wire.payload import payload_bytes
 from llmnode.wire.session_state import SessionState
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from llmnode.core.ids import PeerId
     from llmnode.core.peers.peer_speed import Word
@@ -132,17 +132,28 @@ class SessionHops:
             self.check_open()
 
     async def rebuild(
-        self, lost: SessionHop, route: Route, connections: Mapping[PeerId, PeerConnection], failures: StepFailures
+        self,
+        lost: SessionHop,
+        route: Route,
+        connections: Mapping[PeerId, PeerConnection],
+        failures: StepFailures,
+        is_outdone: Callable[[], bool],
     ) -> Sequence[SessionHop]:
         """Put new hops in the place of `lost`, which have computed its inputs; returns them. Raises PeerError."""
-        hops = await self.replayed(lost, route, connections, failures)
+        hops = await self.replayed(lost, route, connections, failures, is_outdone)
         self.state.replace([lost], hops)
         return hops
 
     async def replayed(
-        self, first: SessionHop, route: Route, connections: Mapping[PeerId, PeerConnection], failures: StepFailures
+        self,
+        first: SessionHop,
+        route: Route,
+        connections: Mapping[PeerId, PeerConnection],
+        failures: StepFailures,
+        is_outdone: Callable[[], bool] | None = None,
     ) -> Sequence[SessionHop]:
-        """New hops that have computed the inputs of `first`, lost or not, and are in no place yet. Raises PeerError.
+        """New hops that have computed the inputs of `first`, lost or not, and are in no place yet. Raises PeerError,
+        which is Busier if others are better by what servers have said when the new hops are open.
 
         They do so in an epoch of their own, so that a frame of theirs that comes too late is never taken for another.
         After a dispute all their results come to the client, which then knows for certain whether one lies.
@@ -153,6 +164,8 @@ class SessionHops:
         told = [None, *state.until(first)][-2:] if policy.recovery.upstream_logs else []
         hops = await self._open_hops(route, connections, told, quiet=True, pushing=not failures.is_disputed)
         try:
+            if is_outdone is not None and is_outdone():
+                raise Busier("is busier than was thought", peer=route[0].peer, span=route[0].span)
             await self._hold_replay(before, hops)
             results: list[ChunkResult] = []
 

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from llmnode.core.policy import ClientPolicy
     from llmnode.core.route import Held, Ways
     from llmnode.receipts.book import Run
+    from llmnode.session.asking import AskingTurn
     from llmnode.swarm.membership import Swarm
     from llmnode.swarm.peer_connection import PeerConnection
     from llmnode.swarm.pool import ConnectionPool
@@ -89,7 +90,7 @@ class PeerFinder:
         proofs = self._trials, self._newcomers
         self.better_routes = BetterRoutes(pool, self.records, self.reaching, proofs, self._candidates, self.rng)
         self._standbys = Standbys(pool, policy.route)
-        self._asking = Asking(pool, self.records, self.reaching, policy.route)
+        self.asking = Asking(pool, self.records, self.reaching, policy.route)
         self._tastes = Tastes(policy.route.near, partial(draw_numbers, copy(self.rng)))
 
     async def look_up(self) -> None:
@@ -210,12 +211,13 @@ class PeerFinder:
         hurry: bool,
         beside: Collection[PeerId] = (),
         at_once: int = 0,
+        turn: AskingTurn | None = None,
     ) -> tuple[Route, Mapping[PeerId, PeerConnection]]:
         """Hops that cover `span`, over peers not in `avoid`; in a `hurry` also over peers that have failed lately.
 
         If possible they have KV for the first of these `positions`, of which a replay needs `at_once`. If possible they
-        are not at the peers `beside`, which have other hops of the session. Raises NoRoute, or the PeerError of a peer
-        that could not be reached.
+        are not at the peers `beside`, which have other hops of the session. A `turn` asks them how busy they are, and
+        is not waited for. Raises NoRoute, or the PeerError of a peer that could not be reached.
         """
         await self.wait_for_trials(span, avoid)
         others = self._candidates(positions)
@@ -226,6 +228,8 @@ class PeerFinder:
         except NoRoute as error:
             raise NoRoute(error.missing, self._hint(error.missing, positions, avoid)) from None
         connections = await self.reach(route, usable)
+        if turn is not None:
+            turn.ask_beside(route, connections, usable, positions, beside, at_once)
         self.warm_standbys(route)
         return route, connections
 
@@ -288,7 +292,7 @@ class PeerFinder:
         Peers that cannot be reached are added to `failed`. Raises NoRoute or the PeerError that leaves no route, or the
         latest when this has taken too long: strangers can announce any number of peers that do not exist.
         """
-        until_s, asking = trio.current_time() + self.policy.route.reach_s, self._asking.turn()
+        until_s, asking = trio.current_time() + self.policy.route.reach_s, self.asking.turn()
         explored: Collection[PeerId] | None = None
         while True:
             await self.wait_for_trials(Span(0, self.model.blocks))
@@ -376,20 +380,13 @@ class PeerFinder:
             and each.peer not in excluded
             and (not is_told or route.may_use(each.peer))
         ]
-        return self._asking.worse_of(usable)
+        return self.asking.worse_of(usable)
 
     def _hint(self, missing: Sequence[Span], positions: int, failed: Collection[PeerId] = ()) -> str:
         """Says what the swarm has instead, if anything, and what to do."""
         known, excluded = self.swarm.view.announcements(), self.records.suspicion.excluded(trio.current_time())
-        why = explain_absence(
-            self.model,
-            missing,
-            known,
-            positions=positions,
-            clocks=self.swarm.judge_clocks(),
-            excluded=excluded,
-            failed=failed,
-        )
+        explain = partial(explain_absence, self.model, missing, known, positions=positions, failed=failed)
+        why = explain(clocks=self.swarm.judge_clocks(), excluded=excluded)
         route = self.policy.route
         is_told = route.allowed is not None or route.blocked
         return f"{why}. This client was told to leave out some servers" if is_told else str(why)

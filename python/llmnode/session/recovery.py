@@ -7,18 +7,20 @@ the client.
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING
 
 import trio
 
 from llmnode.errors import IntegrityError, NoRoute, NumericOverflow, PeerError, SessionLost
-from llmnode.session.failures import LetGo, Recovery, has_lost_kv
+from llmnode.session.failures import Busier, LetGo, Recovery, has_lost_kv
 from llmnode.session.hops import signed_receipt
 from llmnode.wire.chunk_path import HopsDisagree
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from llmnode.session.asking import AskingTurn
     from llmnode.session.failures import StepFailures
     from llmnode.session.hop import SessionHop
     from llmnode.session.hops import SessionHops
@@ -91,14 +93,10 @@ class Recoverer:
         failures.note_lost(lost.failure, finder, began_s)
         await hops.abandon([lost])  # if it lives it may be asked to take its own place, and has no KV for both
         missing: NoRoute | None = None
-        hurry = False
+        hurry, turn = False, finder.asking.turn()
         while hops.ended is None and trio.current_time() < failures.deadline_s:
             try:
-                avoided = failures.avoided(hurry=hurry)
-                beside = {each.hop.peer for each in hops.hops if each.failure is None}
-                length, at_once = hops.terms.max_length, self._state.position
-                found = await finder.find(lost.hop.span, length, avoided, hurry=hurry, beside=beside, at_once=at_once)
-                others = await hops.rebuild(lost, *found, failures)
+                others = await self._try(lost, finder, failures, turn, hurry=hurry)
             except NoRoute as absence:
                 missing = absence
                 if hurry:  # every peer has been asked
@@ -116,6 +114,8 @@ class Recoverer:
                             lost.failure = LetGo(lost.hop)  # its own failure is noted: the search goes on
                         return
                 hurry = not hurry
+            except Busier as busier:
+                log.info("looking again: %s", busier)
             except PeerError as failure:
                 if before is not None and before.failure is not None:
                     return
@@ -132,6 +132,22 @@ class Recoverer:
         hops.check_open()
         why = failures.causes[-1] if failures.causes else lost.failure
         raise (None if failures.waits_for_kv else missing) or NoRoute([lost.hop.span], hint=str(why))
+
+    async def _try(
+        self, lost: SessionHop, finder: PeerFinder, failures: StepFailures, turn: AskingTurn, *, hurry: bool
+    ) -> Sequence[SessionHop]:
+        """Have the best others take the place of `lost`, and return them. They say how busy they are when they open.
+
+        Raises NoRoute and PeerError, and Busier if others are better by what they say.
+        """
+        hops, avoided = self._hops, failures.avoided(hurry=hurry)
+        length, at_once = hops.terms.max_length, self._state.position
+        beside = {each.hop.peer for each in hops.hops if each.failure is None}
+        find = partial(finder.find, lost.hop.span, length, avoided, hurry=hurry)
+        route, connections = await find(beside=beside, at_once=at_once, turn=turn)
+        others = await hops.rebuild(lost, route, connections, failures, turn.is_outdone)
+        turn.settle(route)
+        return others
 
     def _note(self, lost: SessionHop, hops: Sequence[SessionHop], stall_s: float) -> None:
         others = tuple(each.hop.peer for each in hops)
