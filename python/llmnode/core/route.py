@@ -73,7 +73,10 @@ def find_route(
     every span that nobody holds.
     """
     known, default, ways = costs or {}, HopCost(), ways or {}
-    holders = fastest([_within(blocks, each) for each in held if each[1].start < blocks], known, ways)
+    within = [  # a stranger may announce any number of blocks
+        (peer, span if span.end <= blocks else Span(span.start, blocks)) for peer, span in held if span.start < blocks
+    ]
+    holders = fastest(within, known, ways)
     missing = uncovered(blocks, [hop.span for hop in holders])
     if missing:
         raise NoRoute(missing)
@@ -180,12 +183,6 @@ def fastest(held: Iterable[Held], costs: Mapping[PeerId, HopCost], ways: Ways) -
                 others = [each for each in ends.get(block, ()) if end < each[0] or each[1] < hop_s]
                 ends[block] = [(end, hop_s), *others]
     return [Hop(*holders[number]) for number in sorted(best)]
-
-
-def _within(blocks: int, held: Held) -> Held:
-    """Without blocks that the model does not have: a stranger may announce any number of them."""
-    peer, span = held
-    return held if span.end <= blocks else (peer, Span(span.start, blocks))
 
 
 def _shifted(span: Span, by: int) -> Span:
