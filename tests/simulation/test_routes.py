@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 import trio
 
 from llmnode.core.policy import RoutePolicy
+from llmnode.core.span import Span
 from llmnode.errors import PeerError, PeerTimeout, PeerUnreachable
 from llmnode.session.router import Router
 from llmnode.testing import Conditions
 from llmnode.testing.network import MemoryNetwork
 from llmnode.testing.watched_finder import WatchedFinder
-from simulation.world import SPANS, World, simulated, world
+from simulation.world import MODEL, SPANS, World, simulated, world
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -53,6 +55,19 @@ async def test_all_hops_are_dialled_at_once() -> None:
         began_s = trio.current_time()
         assert [hop.span for hop in await router.find_any()] == SPANS
         assert trio.current_time() - began_s == pytest.approx(DIAL_S, abs=0.01)
+
+
+@simulated
+async def test_a_server_that_claims_another_number_of_blocks_than_the_model_has_is_not_used() -> None:
+    """It says that it is the fastest, and that the model has more blocks, all of which it holds."""
+    async with router_of_three() as (router, swarm):
+        node, blocks = await swarm.start("false", Span(0, MODEL.blocks), said_us=1), MODEL.blocks + 1
+        view = swarm.clients["client"].view
+        node.swarm.say(replace(node.role.offer(), blocks=blocks, span=Span(0, blocks)))
+        while blocks not in {each.offer.blocks for each in view.announcements()}:
+            await router.finder.wait_changed()
+        assert [hop.span for hop in await router.find_any()] == SPANS
+        assert node.peer not in {each.peer for each in router.finder.holders()}
 
 
 @pytest.mark.parametrize("absent_s", [4.0, 60.0])

@@ -353,11 +353,12 @@ class PeerFinder:
 
     def holders(self) -> list[Announcement]:
         """All that announce blocks of the model, whether or not they can be used now, without those that have left."""
-        profile = self.model.profile
+        profile, blocks = self.model.profile, self.model.blocks
         return [
             each
             for each in self.swarm.view.announcements()
-            if (each.offer.profile == profile or each.offer.computes(profile))
+            if each.offer.blocks == blocks
+            and (each.offer.profile == profile or each.offer.computes(profile))
             and each.offer.state is not PeerState.LEFT
         ]
 
@@ -369,13 +370,14 @@ class PeerFinder:
 
     def _usable(self, positions: int = 0) -> list[Announcement]:
         """Peers whose KV is large enough for `positions` when all of it is free."""
-        profile, route = self.model.profile, self.policy.route
+        profile, blocks, route = self.model.profile, self.model.blocks, self.policy.route
         excluded = self.records.suspicion.excluded(trio.current_time())
         is_told = route.allowed is not None or route.blocked
         usable = [
             each
             for each in online(self.swarm.view.announcements())
             if each.offer.kv_tokens >= positions
+            and each.offer.blocks == blocks  # others are false
             and (each.offer.profile == profile or each.offer.computes(profile))
             and each.peer not in excluded
             and (not is_told or route.may_use(each.peer))
