@@ -80,7 +80,8 @@ class SessionLost(SwarmError):
         named = list(times)[-self.NAMED_CAUSES :]
         texts = [f"{text} ({times[text]} times)" if times[text] > 1 else text for text in named]
         unnamed = len(times) - len(named)
-        before = f"after {unnamed} other failure{'s'[: unnamed - 1]}, " if unnamed else ""
+        failures = "failure" if unnamed == 1 else "failures"
+        before = f"after {unnamed} other {failures}, " if unnamed else ""
         super().__init__(f"session lost: {before}{'; '.join(texts)}")
 
 
