@@ -7,6 +7,7 @@ which checks that they fit the blocks. This module decides what the worker holds
 from __future__ import annotations
 
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 import trio
@@ -16,6 +17,7 @@ from llmnode.core.model import FP32_BYTES
 from llmnode.core.operations import Adopt, Forget
 from llmnode.core.serving.adapter_shelf import ENTRY_BYTES, AdapterShelf
 from llmnode.errors import AdapterError, PeerRefused, RemoteProtocolError, WorkerLost
+from llmnode.node.serve import long_work
 from llmnode.wire.messages import RefusalCode
 
 if TYPE_CHECKING:
@@ -33,8 +35,6 @@ if TYPE_CHECKING:
 
 MOST_HEADER_BYTES = 1 << 17
 """The most that a part has besides its numbers."""
-IN_THREAD_BYTES = 1 << 20
-"""The digest of a larger part takes a third of a millisecond or more, and is made in a thread."""
 _RETRY_S = 1.0
 
 
@@ -72,7 +72,6 @@ class AdapterStore:
         self._shelf = AdapterShelf(policy.adapter_idle_s)
         self._manifests: dict[AdapterId, Manifest] = {}
         self._one_change = trio.Lock()
-        self._one_digest = trio.CapacityLimiter(1)
         self._is_closed = False
 
     def __len__(self) -> int:
@@ -142,7 +141,8 @@ class AdapterStore:
             raise PeerRefused(RefusalCode.UNKNOWN_ADAPTER, "no such part is expected: send the manifest first")
         self._shelf.use(shelved, trio.current_time())  # it is not dropped meanwhile
         try:
-            if len(part) > FP32_BYTES * name.values + MOST_HEADER_BYTES or await self._digest(part) != name.digest:
+            is_larger = len(part) > FP32_BYTES * name.values + MOST_HEADER_BYTES
+            if is_larger or await long_work.run(partial(_native.blake3_digest, part), len(part)) != name.digest:
                 raise RemoteProtocolError(f"{len(part)} bytes that are not the part of block {block}")
             async with self._one_change:
                 if is_new := block not in shelved.blocks:
@@ -163,11 +163,6 @@ class AdapterStore:
             if (shelved := self._shelf.find(adapter)) is not None:
                 self._shelf.remove(shelved)
         self._manifests.clear()
-
-    async def _digest(self, part: Buffer) -> bytes:
-        if len(part) < IN_THREAD_BYTES:
-            return _native.blake3_digest(part)
-        return await trio.to_thread.run_sync(_native.blake3_digest, part, limiter=self._one_digest)
 
     async def _put(self, link: Link, manifest: Manifest) -> Shelved:
         if (shelved := self._shelf.find(manifest.digest)) is not None:  # another task was faster

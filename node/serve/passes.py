@@ -16,7 +16,7 @@ from llmnode.core.model import FP32_BYTES
 from llmnode.core.priority import PRIORITIES, Priority
 from llmnode.core.span import Span
 from llmnode.errors import ConfigError, PeerRefused, RemoteProtocolError, WorkerLost
-from llmnode.node.serve import large_numbers
+from llmnode.node.serve import long_work
 from llmnode.node.serve.pass_parts import PassParts, PassTerms
 from llmnode.wire.deep_prompts import PromptsForm
 from llmnode.wire.dropout import dropout_of
@@ -112,11 +112,11 @@ class LinkPasses:
         """The answer to a pass, be it a refusal. Raises RemoteProtocolError for numbers that are not finite."""
         try:
             size_bytes = FP32_BYTES * parts.positions * form.hidden_size
-            numbers = await large_numbers.run(partial(_decoded, frame, form, parts.positions), size_bytes)
-            parts.prompts = await large_numbers.run(partial(of_prompts.read, frame.payload), of_prompts.size_bytes)
+            numbers = await long_work.run(partial(_decoded, frame, form, parts.positions), size_bytes)
+            parts.prompts = await long_work.run(partial(of_prompts.read, frame.payload), of_prompts.size_bytes)
             output = await (parts.gradients(*numbers) if len(numbers) > 1 else parts.outputs(*numbers))
-            payload = await large_numbers.run(partial(form.encode, output), size_bytes)
-            if not await large_numbers.run(partial(form.is_sound, payload, parts.positions), size_bytes):
+            payload = await long_work.run(partial(form.encode, output), size_bytes)
+            if not await long_work.run(partial(form.is_sound, payload, parts.positions), size_bytes):
                 return refusal_of(frame, RefusalCode.OVERFLOW, _OVERFLOW)  # the client would take it for our fault
             if frame.type is FrameType.BACKWARD:
                 payload = b"".join([payload, *parts.trained_gradients()])

@@ -23,8 +23,8 @@ from llmnode.core.model import FP32_BYTES
 from llmnode.core.operations import Fork, Forward, Open, Truncate
 from llmnode.core.serving.kv_shares import KvClaim
 from llmnode.errors import ConfigError, PeerError, PeerRefused, RemoteProtocolError, WorkerLost
-from llmnode.node.serve import large_numbers
-from llmnode.node.serve.large_numbers import IN_THREAD_BYTES, in_thread
+from llmnode.node.serve import long_work
+from llmnode.node.serve.long_work import IN_THREAD_BYTES, in_thread
 from llmnode.node.serve.opened_terms import OpenedTerms
 from llmnode.node.serve.receipt_signer import ReceiptSigner
 from llmnode.node.serve.receiver import Receiver
@@ -374,11 +374,11 @@ class ServerSession:
             raise RemoteProtocolError(f"{asked}, more than {self.served.policy.replay_bytes} bytes")
         await self._memory.queue(size_bytes)
         self.served.admission.use(frame.session, ends=True)
-        payload = await large_numbers.run(partial(outputs.read, frame.start, frame.length), size_bytes)
+        payload = await long_work.run(partial(outputs.read, frame.start, frame.length), size_bytes)
         self.inbox.settle(size_bytes, self._logged_bytes)  # from here on the link holds it
         may_push = request.push and self._replays.allows(size_bytes, self._logged_bytes, trio.current_time())
         pushed = may_push and await self._push(frame, payload, b"")
-        digest = await large_numbers.run(partial(_native.blake3_digest, payload), size_bytes)
+        digest = await long_work.run(partial(_native.blake3_digest, payload), size_bytes)
         meta = pack(Replayed(digest, pushed))
         await self._send(self._answer(FrameType.REPLAYED, frame, meta, b"" if pushed else payload))
 

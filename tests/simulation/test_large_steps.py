@@ -10,7 +10,7 @@ import pytest
 
 from llmnode.core.ids import Step
 from llmnode.core.model import FP32_BYTES
-from llmnode.node.serve import large_numbers, session
+from llmnode.node.serve import long_work, session
 from llmnode.session.passes import SwarmPasses
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.messages import Replay, pack
@@ -39,7 +39,7 @@ def beside(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append(made.func.__name__)
         return work()
 
-    for module in (session, large_numbers):
+    for module in (session, long_work):
         monkeypatch.setattr(module, "in_thread", noted)
         monkeypatch.setattr(module, "IN_THREAD_BYTES", LARGE * FP32_BYTES * MODEL.hidden_size)
     return names
@@ -87,5 +87,5 @@ async def test_what_takes_long_in_a_large_pass_is_done_beside_the_event_loop(bes
 @in_trio
 async def test_large_work_is_done_in_another_thread() -> None:
     here = threading.get_ident()
-    assert await large_numbers.run(threading.get_ident, large_numbers.IN_THREAD_BYTES) != here
-    assert await large_numbers.run(threading.get_ident, large_numbers.IN_THREAD_BYTES - 1) == here
+    assert await long_work.run(threading.get_ident, long_work.IN_THREAD_BYTES) != here
+    assert await long_work.run(threading.get_ident, long_work.IN_THREAD_BYTES - 1) == here

@@ -19,7 +19,8 @@ from llmnode.core.policy import BudgetPolicy, ServePolicy
 from llmnode.core.serving.adapter_shelf import ENTRY_BYTES
 from llmnode.core.span import Span
 from llmnode.errors import AdapterError, WorkerLost
-from llmnode.node.serve.adapter_store import IN_THREAD_BYTES, AdaptersTooLarge, AdapterStore
+from llmnode.node.serve.adapter_store import AdaptersTooLarge, AdapterStore
+from llmnode.node.serve.long_work import IN_THREAD_BYTES
 from llmnode.testing import EXACT_MODEL
 from llmnode.wire.adapter import make_adapter
 
