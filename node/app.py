@@ -43,6 +43,7 @@ from llmnode.node.serve.server_link import serve_links
 from llmnode.node.serve.speed import measure_compute
 from llmnode.node.serve.speed_cache import SpeedCache
 from llmnode.node.watching import Notice, log_notice, watch
+from llmnode.session.pace import try_pace
 from llmnode.swarm.former_peers import FormerPeers
 from llmnode.swarm.found_nearby import describe
 from llmnode.swarm.membership import Swarm
@@ -191,7 +192,8 @@ async def open_node(
                 nursery.start_soon(keep_measuring, role, swarm, network)
                 if not role.stays:
                     gain = None if config.paper_rule is None else config.paper_rule / 100
-                    nursery.start_soon(partial(rebalance, network.peer, role, swarm, report, paper_gain=gain))
+                    move = partial(rebalance, network.peer, role, swarm, report, paper_gain=gain, try_pace=try_pace)
+                    nursery.start_soon(move)
                 yield node
                 await role.leave()
                 nursery.cancel_scope.cancel()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -18,10 +19,16 @@ from llmnode.node.serve.placing import servers_of
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
+    from llmnode.core.announcement import Announcement
     from llmnode.core.ids import PeerId
+    from llmnode.core.model import ModelInfo
     from llmnode.core.placement.rebalancing import Decision
     from llmnode.node.serve.role import Role
     from llmnode.swarm.membership import Swarm
+    from llmnode.swarm.peer_connection import PeerConnection
+
+    TryPace = Callable[[PeerConnection, Announcement, ModelInfo, float], Awaitable[float | None]]
+    """See `session/pace.py`: tokens a second, or None if the server takes no trial. The last argument is our upload."""
 
 log = logging.getLogger(__name__)
 
@@ -39,28 +46,36 @@ async def rebalance(
     policy: RebalancePolicy | None = None,
     rng: random.Random | None = None,
     paper_gain: float | None = None,
+    try_pace: TryPace | None = None,
 ) -> None:
     """Move now and then, until cancelled. `report` is told of each move in a line.
 
-    With `paper_gain` the node moves by the paper's rule, for this share more throughput.
+    With `paper_gain` the node moves by the paper's rule, for this share more throughput. With `try_pace` it tries the
+    speeds of servers on which blocks rest, once it knows its own line.
     """
     model, policy = role.model, policy or RebalancePolicy()
     policy = policy if paper_gain is None else replace(policy, paper_gain=paper_gain)
     rebalancer = Rebalancer(me, model.blocks, rng or random.Random(), policy, by_paper=paper_gain is not None)
-    while True:
-        if await _sees_new_gap(rebalancer, role, swarm) or not isinstance(role.state, Online):
-            continue  # while there is a gap, the pause is shorter
-        servers = await servers_of(model, swarm, draining=True)
-        decision = rebalancer.decide(servers, trio.current_time())
-        if not await _are_there(decision.confirm, rebalancer, swarm) or decision.span is None:
-            continue
-        servers = await servers_of(model, swarm, draining=True)  # others may be about to leave by now
-        is_same = rebalancer.decide(servers, trio.current_time()).span == decision.span
-        if not is_same or not isinstance(role.state, Online):
-            continue
-        rebalancer.note_move(trio.current_time())
-        report(f"moving from blocks {role.span} to {decision.span}, where the swarm needs this node more")
-        await _move(decision, rebalancer, role, swarm, report)
+    async with trio.open_nursery() as beside, trio.open_nursery() as trials:
+        beside.start_soon(_look_for_absent, rebalancer, role, swarm, policy.check_every_s)
+        while True:
+            if await _sees_new_gap(rebalancer, role, swarm) or not isinstance(role.state, Online):
+                continue  # while there is a gap, the pause is shorter
+            servers = await servers_of(model, swarm, draining=True)
+            decision = rebalancer.decide(servers, trio.current_time())
+            if not await _are_there(decision.confirm, rebalancer, swarm):
+                continue
+            if try_pace is not None and role.network.upload_bytes_per_s and not trials.child_tasks:
+                trials.start_soon(_note_paces, decision.tries, rebalancer, role, swarm, try_pace)
+            if decision.span is None:
+                continue
+            servers = await servers_of(model, swarm, draining=True)  # others may be about to leave by now
+            is_same = rebalancer.decide(servers, trio.current_time()).span == decision.span
+            if not is_same or not isinstance(role.state, Online):
+                continue
+            rebalancer.note_move(trio.current_time())
+            report(f"moving from blocks {role.span} to {decision.span}, where the swarm needs this node more")
+            await _move(decision, rebalancer, role, swarm, report)
 
 
 async def _move(
@@ -103,6 +118,37 @@ async def _are_there(peers: Sequence[PeerId], rebalancer: Rebalancer, swarm: Swa
     for peer in absent:
         rebalancer.note_absent(peer, trio.current_time())
     return not absent
+
+
+async def _look_for_absent(rebalancer: Rebalancer, role: Role, swarm: Swarm, every_s: float) -> None:
+    """Ask some of those that were absent, until cancelled: a server that has begun anew counts again.
+
+    While the node loads other blocks it looks sooner: it may have been such a server that they are missing from.
+    """
+    looks_s = trio.current_time() + every_s
+    while True:
+        await trio.sleep(LOOKS_EVERY_S)
+        if isinstance(role.state, Moving) or trio.current_time() >= looks_s:
+            looks_s = trio.current_time() + every_s
+            asked = rebalancer.absent_of(each.peer for each in swarm.view.of_model(role.model.digest))
+            for peer in {*asked}.difference(await _absent(asked, swarm)):
+                rebalancer.note_present(peer)
+
+
+async def _note_paces(
+    peers: Sequence[PeerId], rebalancer: Rebalancer, role: Role, swarm: Swarm, try_pace: TryPace
+) -> None:
+    """Try one after the other: together they would share our line. No decision waits for them: they may hang."""
+    for peer in peers:
+        announced = next((each for each in swarm.view.of_model(role.model.digest) if each.peer == peer), None)
+        if announced is None or not announced.addresses:
+            continue
+        shown: float | None = None
+        with suppress(PeerError, ConfigError):
+            connection = await swarm.connect(announced.addresses)
+            shown = await try_pace(connection, announced, role.model, role.network.upload_bytes_per_s)
+        log.info("tried peer=%s: %s tokens/s", peer, shown)
+        rebalancer.note_pace(peer, shown, trio.current_time())
 
 
 async def _sees_new_gap(rebalancer: Rebalancer, role: Role, swarm: Swarm) -> bool:

@@ -20,6 +20,7 @@ from llmnode.node.serve.rebalance import rebalance
 from llmnode.node.serve.role import Role
 from llmnode.node.serve.server import Server
 from llmnode.node.serve.server_link import serve_links
+from llmnode.session.pace import try_pace
 from llmnode.session.router import Router
 from llmnode.swarm.membership import Swarm
 from llmnode.swarm.pool import open_pool
@@ -313,7 +314,8 @@ class World:
             self.nodes[name] = node
             nursery.start_soon(serve_links, server)
             if report_move is not None:
-                nursery.start_soon(rebalance, node.peer, role, life.swarm, report_move, None, self._rng(name))
+                move = partial(rebalance, node.peer, role, life.swarm, report_move, None, self._rng(name))
+                nursery.start_soon(partial(move, try_pace=try_pace))
             task_status.started(node)
             await trio.sleep_forever()
 

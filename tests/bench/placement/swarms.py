@@ -71,13 +71,13 @@ class Fleet:
         return SwarmConditions(blocks=self.blocks)
 
 
-def fleet_of(options: Options) -> Fleet:
+def fleet_of(options: Options, seed: int = SEED) -> Fleet:
     """The hosts of the user's files; else those of the paper, or some of them in a thin run. Raises ConfigError."""
     if options.hosts is None and options.trace is None:
         if options.thin:
             blocks, days = options.blocks or THIN_BLOCKS, 0.1
-            return Fleet(_cut(daily_sine(SEED, days, 30, 6, 20), blocks), days * DAY_S, blocks, "6 to 20 servers")
-        return Fleet(_cut(daily_sine(SEED), options.blocks or BLOCKS), DAY_S, options.blocks or BLOCKS)
+            return Fleet(_cut(daily_sine(seed, days, 30, 6, 20), blocks), days * DAY_S, blocks, "6 to 20 servers")
+        return Fleet(_cut(daily_sine(seed), options.blocks or BLOCKS), DAY_S, options.blocks or BLOCKS)
     blocks, speeds = options.blocks or BLOCKS, None if options.hosts is None else read_hosts(options.hosts)
     if options.trace is None:
         assert speeds is not None

@@ -129,6 +129,11 @@ def believed_of(server: PlacedServer, usual: float, policy: RebalancePolicy) -> 
     most = policy.claim_limit * usual if server.online else usual
     if server.speed <= 0.0 and not server.online:
         return replace(server, speeds=(most,) * len(server.speeds))
+    return slowed(server, most)
+
+
+def slowed(server: PlacedServer, most: float) -> PlacedServer:
+    """The same server, with `most` tokens a second through its span if it has more."""
     if server.speed <= most:
         return server
     return replace(server, speeds=tuple(speed * most / server.speed for speed in server.speeds))

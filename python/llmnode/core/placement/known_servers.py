@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import accumulate
 from typing import TYPE_CHECKING, overload
 
+from llmnode.core.placement.claims import slowed, usual_speed
 from llmnode.core.placement.paper import better_span
 from llmnode.core.placement.plan import plan_moves
 from llmnode.core.placement.policy import PlanPolicy
 from llmnode.core.placement.servers import PlacedServer, block_speeds
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Set
+    from collections.abc import Hashable, Iterable, Mapping
 
     from llmnode.core.ids import PeerId
     from llmnode.core.placement.plan import Plan
@@ -37,7 +40,7 @@ class KnownServers(Sequence[PlacedServer]):
         self._servers = list(servers)
         self._speeds, self._loading = speeds, loading
         self._paper: dict[tuple[PeerId, float], Span | None] = {}
-        self._others: dict[tuple[Set[PeerId], bool], KnownServers] = {}
+        self._others: dict[Hashable, KnownServers] = {}
 
     def __len__(self) -> int:
         return len(self._servers)
@@ -72,6 +75,31 @@ class KnownServers(Sequence[PlacedServer]):
         ]
 
     @cached_property
+    def usual(self) -> float:
+        """The median speed of those that are online."""
+        return usual_speed([server.speed for server in self._servers if server.online])
+
+    def relied_on(self, draw: float) -> PeerId | None:
+        """A server that a number `draw` from [0, 1) chooses, by how much the speed of some block rests on it alone.
+
+        The weight is the square of its share of that block's speed. None if nobody serves.
+        """
+        total = self._reliance[-1] if self._reliance else 0.0
+        return self._servers[bisect_right(self._reliance, draw * total)].peer if total > 0.0 else None
+
+    @cached_property
+    def _reliance(self) -> Sequence[float]:
+        """The sums of the weights of the servers up to each."""
+        speeds, last = self.speeds, self._blocks
+
+        def weight(server: PlacedServer) -> float:
+            span = server.span
+            least = min(speeds[span.start : min(span.end, last)], default=0.0)
+            return (server.speed / least) ** 2 if server.online and least > 0.0 else 0.0
+
+        return list(accumulate(map(weight, self._servers)))
+
+    @cached_property
     def plan(self) -> Plan:
         return plan_moves(self._blocks, self._servers, self._plan_policy)
 
@@ -83,21 +111,28 @@ class KnownServers(Sequence[PlacedServer]):
 
     def without(self, peers: Iterable[PeerId]) -> KnownServers:
         """The same servers but for `peers`."""
-        return self._other(frozenset(peer for peer in peers if peer in self.by_peer), stay=False)
+        gone = frozenset(peer for peer in peers if peer in self.by_peer)
+        return self._changed("without", gone, dict.fromkeys(gone))
 
     def where_stay(self, peers: Iterable[PeerId]) -> KnownServers:
         """The same servers, of which `peers` stay where they are."""
-        movable = (peer for peer in peers if peer in self.by_peer and self.by_peer[peer].movable)
-        return self._other(frozenset(movable), stay=True)
+        own = self.by_peer
+        staying = frozenset(peer for peer in peers if peer in own and own[peer].movable)
+        return self._changed("stay", staying, {peer: replace(own[peer], movable=False) for peer in staying})
 
-    def _other(self, peers: Set[PeerId], *, stay: bool) -> KnownServers:
-        if not peers:
+    def at_most(self, tokens_per_s: Mapping[PeerId, float]) -> KnownServers:
+        """The same servers, of which none is faster than its limit, if it has one."""
+        own = self.by_peer
+        slow = {peer: most for peer, most in tokens_per_s.items() if peer in own and own[peer].speed > most}
+        limits = frozenset(slow.items())
+        return self._changed("slow", limits, {peer: slowed(own[peer], most) for peer, most in slow.items()})
+
+    def _changed(self, how: str, key: Hashable, instead: Mapping[PeerId, PlacedServer | None]) -> KnownServers:
+        """The same with others `instead` of some, or with none in their place. `how` and `key` name the change."""
+        if not instead:
             return self
-        if (peers, stay) not in self._others:
-            servers = (
-                [replace(each, movable=False) if each.peer in peers else each for each in self._servers]
-                if stay
-                else [each for each in self._servers if each.peer not in peers]
-            )
-            self._others[peers, stay] = KnownServers(self._blocks, servers, self._plan_policy)
-        return self._others[peers, stay]
+        if (how, key) not in self._others:
+            servers = (instead.get(each.peer, each) for each in self._servers)
+            kept = [each for each in servers if each is not None]
+            self._others[how, key] = KnownServers(self._blocks, kept, self._plan_policy)
+        return self._others[how, key]

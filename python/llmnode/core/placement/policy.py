@@ -57,6 +57,14 @@ class RebalancePolicy:
     """Before a move, at most this many servers of the blocks that are left are asked whether they are there."""
     claim_limit: float = 2.0
     """No speed counts for more than this many times the median: a liar can draw others away only that far."""
+    pace_keeps_s: float = 3600.0
+    """A server whose pace was tried is not tried again for this long by the same node."""
+    refusals: int = 3
+    """A server that has refused this many trials in a row counts as slow: full servers do, and liars."""
+    draws: int = 8
+    """A node draws this many servers on which blocks rest, in each decision to stay."""
+    tried_at_once: int = 4
+    """It tries at most this many of these, which it has not tried yet."""
     drains_within_s: float = 20.0
     """A node that drains counts for this long in the plans of others. Then it has left, or joins elsewhere."""
     joins_within_s: float = 600.0

@@ -6,7 +6,8 @@ out, and `llmnode.testing.placement` does the same for thousands of simulated no
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from llmnode.core.placement.known_servers import KnownServers
@@ -15,7 +16,7 @@ from llmnode.core.placement.policy import RebalancePolicy
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from llmnode.core.ids import PeerId
     from llmnode.core.placement.servers import PlacedServer
@@ -29,7 +30,9 @@ class Decision:
     span: Span | None = None
     """The span to move to. With None the node stays."""
     confirm: Sequence[PeerId] = ()
-    """Servers of the blocks that it leaves; or, if it stays, one that nothing was heard of but announcements."""
+    """Servers of the blocks that it leaves; or, if it stays, some that nothing was heard of but announcements."""
+    tries: Sequence[PeerId] = ()
+    """Those in `confirm` whose pace it tries, too. It tells the outcomes to `Rebalancer.note_pace`."""
     at_once: bool = False
     """Nobody serves some block, so no session can go on anyway: sessions need no time to end."""
 
@@ -55,11 +58,14 @@ class Rebalancer:
         self._rests_until_s = float("-inf")
         self._waits_since_s: float | None = None
         self._absent: dict[PeerId, float] = {}
+        self._absences: dict[PeerId, tuple[float, float]] = {}
+        """How long each peer's latest absence counts, and until when that is remembered."""
         self._stays: dict[PeerId, float] = {}
         """Peers that did not make the move that was theirs, and until when they count as staying."""
         self._first: tuple[PeerId, float] | None = None
         """The peer whose move is the first of the plan, and since when."""
         self._failed: dict[Span, float] = {}
+        self._paces: dict[PeerId, _Pace] = {}
 
     def pause_s(self, servers: Sequence[PlacedServer]) -> float:
         """The time until the next decision."""
@@ -76,9 +82,31 @@ class Rebalancer:
         self._rests_until_s, self._waits_since_s = now_s + self._policy.rest_s, None
 
     def note_absent(self, peer: PeerId, now_s: float) -> None:
-        """`peer` could not be reached. It does not count for a while."""
-        self._absent = {each: until_s for each, until_s in self._absent.items() if until_s > now_s}
-        self._absent[peer] = now_s + self._policy.absent_s
+        """`peer` could not be reached. It is left out for `absent_s`, and for longer each further time."""
+        lasted_s, _ = self._absences.get(peer, (self._policy.absent_s / 2, now_s))
+        lasts_s = min(2 * lasted_s, self._policy.failed_s)
+        self._absent[peer] = now_s + lasts_s
+        self._absences[peer] = lasts_s, now_s + lasts_s + self._policy.failed_s
+
+    def note_present(self, peer: PeerId) -> None:
+        """`peer` answers again."""
+        self._absent.pop(peer, None)
+
+    def absent_of(self, peers: Iterable[PeerId]) -> Sequence[PeerId]:
+        """Some of those that do not count since they could not be reached: they may be there again."""
+        absent = [peer for peer in peers if peer in self._absent]
+        return self._rng.sample(absent, min(len(absent), self._policy.confirm))
+
+    def note_pace(self, peer: PeerId, tokens_per_s: float | None, now_s: float) -> None:
+        """`peer` was tried and has shown this speed, or has refused the trial.
+
+        It counts at most `claim_limit` times as fast, whatever it says. After some refusals it counts as slow.
+        """
+        if tokens_per_s is not None:
+            self._paces[peer] = _Pace(now_s, tokens_per_s)
+        else:
+            before = self._paces.get(peer, _Pace(now_s, math.inf))
+            self._paces[peer] = replace(before, tried_s=now_s, refused=before.refused + 1)
 
     def note_failed(self, span: Span, now_s: float) -> None:
         """The node could not serve `span`. It does not try again for a while."""
@@ -87,7 +115,12 @@ class Rebalancer:
     def decide(self, servers: Sequence[PlacedServer], now_s: float) -> Decision:
         """The node decides by what it believes of all servers of its model, itself included."""
         self._absent = {each: until_s for each, until_s in self._absent.items() if until_s > now_s}
+        self._absences = {peer: each for peer, each in self._absences.items() if each[1] > now_s}
         known = self._present(servers)
+        own, keeps_s = known.by_peer, self._policy.pace_keeps_s
+        self._paces = {
+            peer: pace for peer, pace in self._paces.items() if peer in own or now_s < pace.tried_s + keeps_s
+        }
         mine = known.by_peer.get(self._me)
         if mine is None or not mine.online or not mine.movable:
             self._waits_since_s = None
@@ -101,7 +134,7 @@ class Rebalancer:
         else:
             wanted = self._planned(known, mine, now_s, gap=gap)
         if wanted is None:
-            return Decision(confirm=self._doubted(known))
+            return self._doubting(known, now_s)
         holders = _holders(mine, wanted, known, self._policy.confirm)
         return Decision() if holders is None else Decision(wanted, holders, at_once=gap)
 
@@ -129,7 +162,11 @@ class Rebalancer:
 
     def _present(self, servers: Sequence[PlacedServer]) -> KnownServers:
         known = servers if isinstance(servers, KnownServers) else KnownServers(self._blocks, servers)
-        return known.without(self._absent) if self._absent else known
+        known = known.without(self._absent) if self._absent else known
+        if self._paces:
+            slow, policy = known.usual / self._policy.claim_limit, self._policy
+            known = known.at_most({peer: pace.limit(policy, slow) for peer, pace in self._paces.items()})
+        return known
 
     def _as_they_move(self, known: KnownServers, now_s: float) -> KnownServers:
         """The servers, of which those that did not make their move stay where they are."""
@@ -174,10 +211,44 @@ class Rebalancer:
             return span if self._failed.get(span, now_s) <= now_s else None
         return None
 
-    def _doubted(self, known: KnownServers) -> Sequence[PeerId]:
-        """One server of the slowest block: if it is not there, the swarm needs others at that block."""
-        others = [peer for peer in known.at_slowest if peer != self._me]
-        return [self._rng.choice(others)] if others else []
+    def _doubting(self, known: KnownServers, now_s: float) -> Decision:
+        """The node stays, and asks a server of the slowest block: without it, the swarm would need others there.
+
+        It also tries the pace of some on which blocks rest: others leave such blocks to them, on their word.
+        """
+        slowest = [peer for peer in known.at_slowest if peer != self._me]
+        asked = [self._rng.choice(slowest)] if slowest else []
+        tried = self._untried(known, now_s)
+        return Decision(confirm=[*dict.fromkeys((*asked, *tried))], tries=tried)
+
+    def _untried(self, known: KnownServers, now_s: float) -> Sequence[PeerId]:
+        drawn = [known.relied_on(self._rng.random()) for _draw in range(self._policy.draws)]
+        own = dict.fromkeys(peer for peer in drawn if peer is not None and peer != self._me)
+        return [peer for peer in own if not self._is_tried(peer, now_s)][: self._policy.tried_at_once]
+
+    def _is_tried(self, peer: PeerId, now_s: float) -> bool:
+        pace = self._paces.get(peer)
+        return pace is not None and not pace.is_due(now_s, self._policy)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pace:
+    """The outcome of the latest trial of a server."""
+
+    tried_s: float
+    tokens_per_s: float
+    """Infinite while it has only refused."""
+    refused: int = 0
+    """The refusals since."""
+
+    def is_due(self, now_s: float, policy: RebalancePolicy) -> bool:
+        again = 0 < self.refused < policy.refusals
+        return now_s >= self.tried_s + (policy.check_every_s if again else policy.pace_keeps_s)
+
+    def limit(self, policy: RebalancePolicy, slow: float) -> float:
+        """The most tokens a second that it counts for. Those that are slow have at most `slow`."""
+        shown = policy.claim_limit * self.tokens_per_s
+        return min(shown, slow) if self.refused >= policy.refusals else shown
 
 
 def _holders(mine: PlacedServer, wanted: Span, servers: Sequence[PlacedServer], most: int) -> Sequence[PeerId] | None:

@@ -217,11 +217,18 @@ class _Swarm:
         servers = self._views[node.view].servers()
         known = servers.by_peer.get(node.host.peer)
         if node.online and known is not None and known.span == node.span:
+            for peer in node.rebalancer.absent_of(servers.by_peer):
+                if peer in self._nodes and not self._nodes[peer].host.ghost:
+                    node.rebalancer.note_present(peer)
             decision = node.rebalancer.decide(servers, self._now_s)
             self._outcome.decisions += 1
             absent = [peer for peer in decision.confirm if peer not in self._nodes or self._nodes[peer].host.ghost]
             for peer in absent:
                 node.rebalancer.note_absent(peer, self._now_s)
+            for peer in decision.tries:
+                if peer not in absent:
+                    tried = self._nodes[peer]
+                    node.rebalancer.note_pace(peer, tried.host.speeds[len(tried.span) - 1], self._now_s)
             if decision.span is not None and not absent:
                 self._move(node, decision.span, 0.0 if decision.at_once else self._conditions.drain_s)
         self.at(self._now_s + node.rebalancer.pause_s(servers), self._check, node, life)

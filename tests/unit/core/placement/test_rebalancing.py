@@ -119,3 +119,80 @@ def test_blocks_that_could_not_be_loaded_are_not_tried_again_for_a_while() -> No
     node.note_failed(GAP, 0.0)
     assert node.decide([half(FIRST), half(SECOND)], POLICY.failed_s - 1).span is None
     assert node.decide([half(FIRST), half(SECOND)], POLICY.failed_s + 1).span == GAP
+
+
+def shares(*speeds: float) -> list[PlacedServer]:
+    """A server for each quarter of the blocks, and the node itself at the first one."""
+    servers = [
+        PlacedServer(PeerId(f"s{number}"), Span(4 * number, 4 * number + 4), one_speed(speed, 4), movable=False)
+        for number, speed in enumerate(speeds)
+    ]
+    return [*servers, PlacedServer(FIRST, Span(0, 4), one_speed(50.0, 4))]
+
+
+def tried_in(node: Rebalancer, servers: Sequence[PlacedServer], decisions: int) -> list[PeerId]:
+    """The peers whose pace it tries, all of which show what they say."""
+    tried = []
+    for number in range(decisions):
+        decision = node.decide(servers, number * POLICY.check_every_s)
+        assert decision.span is None
+        assert {*decision.tries} <= {*decision.confirm}
+        for peer in decision.tries:
+            node.note_pace(peer, 50.0, number * POLICY.check_every_s)
+        tried += decision.tries
+    return tried
+
+
+def test_a_node_tries_each_server_that_blocks_rest_on_once_and_never_itself() -> None:
+    tried = tried_in(rebalancer(FIRST), shares(50.0, 50.0, 50.0, 50.0), 50)
+    assert sorted(tried) == ["s0", "s1", "s2", "s3"]
+
+
+def test_it_tries_first_what_has_no_other_server() -> None:
+    servers = [*shares(1.0, 50.0, 50.0, 50.0), *(replace(each, peer=PeerId(f"t{each.peer}")) for each in shares(1, 50))]
+    first = [rebalancer_of(seed).decide(servers, 0.0).tries[0] for seed in range(200)]
+    alone = sum(peer in ("s2", "s3") for peer in first)
+    assert alone > 120
+    assert first.count(PeerId("s0")) < 5
+
+
+def rebalancer_of(seed: int) -> Rebalancer:
+    return Rebalancer(FIRST, BLOCKS, random.Random(seed), POLICY)
+
+
+@pytest.mark.parametrize(("shown", "moves"), [(50.0, False), (25.0, False), (5.0, True), (None, True)])
+def test_a_node_moves_to_the_blocks_of_a_server_that_shows_less_than_it_says(shown: float | None, moves: bool) -> None:
+    """Without a trial the first quarter has twice the speed of the others, and nothing is to be gained."""
+    node, servers = rebalancer(FIRST), shares(50.0, 50.0, 50.0, 50.0)
+    assert first_move_s(node, servers, 600.0) is None
+    for _time in range(POLICY.refusals):
+        node.note_pace(PeerId("s2"), shown, 600.0)
+    assert (first_move_s(node, servers, 1800.0, 600.0) is not None) is moves
+
+
+def test_a_server_that_refuses_trials_counts_as_slow_only_after_some() -> None:
+    node, servers = rebalancer(FIRST), shares(50.0, 50.0, 50.0, 50.0)
+    for _time in range(POLICY.refusals - 1):
+        node.note_pace(PeerId("s2"), None, 0.0)
+    assert first_move_s(node, servers, 60.0) is None
+
+
+def test_a_server_that_is_absent_again_does_not_count_for_longer() -> None:
+    node, servers = rebalancer(FIRST), [half(FIRST), PlacedServer(SECOND, GAP, one_speed(10.0, 8))]
+    for times, lasts_s in enumerate([600.0, 1200.0, 2400.0, 3600.0, 3600.0]):
+        began_s = times * 10_000.0 / 2
+        node.note_absent(SECOND, began_s)
+        node.decide(servers, began_s + lasts_s - 1)
+        assert node.sees_gap(servers)
+        node.decide(servers, began_s + lasts_s + 1)
+        assert not node.sees_gap(servers)
+
+
+def test_a_server_that_answers_again_counts_at_once() -> None:
+    node, servers = rebalancer(FIRST), [half(FIRST), PlacedServer(SECOND, GAP, one_speed(10.0, 8))]
+    node.note_absent(SECOND, 0.0)
+    assert node.sees_gap(servers)
+    assert node.absent_of([FIRST, SECOND]) == [SECOND]
+    node.note_present(SECOND)
+    assert not node.sees_gap(servers)
+    assert not node.absent_of([FIRST, SECOND])
