@@ -156,21 +156,21 @@ class KvHog(HostileClients):
 class QueueStuffer(HostileClients):
     """It opens sessions that have to wait for KV, and fills their queues meanwhile."""
 
-    EXTENSION_BYTES: ClassVar = 40_000
+    PAYLOAD_BYTES: ClassVar = 40_000
 
     def victims(self, world: World) -> list[ServingNode]:
         return [node for node in world.nodes.values() if node.name.endswith("a")]
 
     async def attack(self, world: World, link: MemoryLink, node: ServingNode, rng: random.Random) -> None:
-        large = {"x": bytes(self.EXTENSION_BYTES)}
-        meta = pack(Neighbours("", "", NO_SESSION, quiet=False, again=False, extensions=large))
+        meta, payload = pack(Neighbours("", "", NO_SESSION, quiet=False, again=False)), bytes(self.PAYLOAD_BYTES)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_read_all, link)
             while True:
                 session = _name(rng)
                 await link.send(_open(world, node, session, 150))
                 for step in range(12):
-                    await link.send(Frame(FrameType.NEIGHBOURS, session, step=Step(1 + step), meta=meta))
+                    frame = Frame(FrameType.NEIGHBOURS, session, step=Step(1 + step), meta=meta, payload=payload)
+                    await link.send(frame)
                     await trio.sleep(0.02)  # or they would fill the link
 
 
