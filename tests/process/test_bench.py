@@ -192,6 +192,8 @@ def test_placement_compares_the_plan_with_newcomers_optima_and_published_layouts
     assert 0 <= newcomers["net tokens/s"] < plan["net tokens/s"] < bound["net tokens/s"]
     assert newcomers["moves"] == 0 < plan["moves"]
     assert rows["the plan, first 2 h, 5 boasters, 5 ghosts"]["net tokens/s"] > 0
+    without, beside = (rows[f"the plan, first 2 h, {who}"] for who in ("no liars", "5 boasters, 5 ghosts"))
+    assert beside["net tokens/s"] > 0.5 * without["net tokens/s"]
     assert "the plan" in drawn.read_text()
     assert rows["small cases: the plan"]["worst"] <= 1 <= rows["small cases: bound on all placements"]["worst"]
     assert rows["200 servers"]["plan, ms"] > 0

@@ -170,8 +170,8 @@ def _lied_to(options: Options) -> tuple[list[Row], list[Aim]]:
         bound, allowed_s = bound_tokens_per_s(fleet), allowed_gap_s(fleet, RebalancePolicy())
         for name, more in (("no liars", []), (LIED_TO, liars(fleet))):
             for _, outcome in figure_4(replace(fleet, hosts=[*fleet.hosts, *more]), ["the plan"]):
-                hours = f"{fleet.seconds / 3600:.3g} h of schedule {seed}"
-                rows.append(_row(f"the plan, first {hours}, {name}", outcome, bound, allowed_s))
+                row = _row(f"the plan, first {fleet.seconds / 3600:.3g} h, {name}", outcome, bound, allowed_s)
+                rows.append(row | {"schedule": seed})
                 shares.setdefault(name, []).append(outcome.net_tokens_per_s / bound)
     ratio = statistics.fmean(shares[LIED_TO]) / statistics.fmean(shares["no liars"])
     return rows, [at_least("the plan beside liars, of its share of the bound without them", ratio, 0.85)]
