@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from dataclasses import replace
 from functools import partial
@@ -12,6 +13,7 @@ import pytest
 import trio
 
 from llmnode.core.operations import Backward, DeepPrompts
+from llmnode.core.peers.absence import TOLD_AGAIN_S
 from llmnode.core.policy import ClientPolicy, RecoveryPolicy, ServePolicy
 from llmnode.core.sequences import grouped
 from llmnode.core.span import Span
@@ -165,6 +167,25 @@ async def test_without_a_server_for_some_blocks_it_ends_in_time() -> None:
             with pytest.raises((NoRoute, SessionLost)):
                 await client.outputs(ALL_BLOCKS, [4], drawn(1, 4))
             assert trio.current_time() - began_s < 10
+
+
+@simulated
+async def test_while_the_only_server_is_gone_all_passes_together_say_once_what_they_wait_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    policy = ClientPolicy(recovery=RecoveryPolicy(timeout_s=TOLD_AGAIN_S - 2))
+    async with world() as swarm:
+        await swarm.start("only", ALL_BLOCKS)
+        await swarm.start("half", Span(0, 3))
+        async with swarm.client(policy) as (router, _):
+            client = SwarmPasses(router.finder, Codec.RAW)
+            await client.outputs(ALL_BLOCKS, [4] * 8, drawn(1, 32))
+            swarm.kill("only")
+            with caplog.at_level(logging.WARNING, "llmnode"), pytest.raises((NoRoute, SessionLost)):
+                await client.outputs(ALL_BLOCKS, [4] * 8, drawn(1, 32))
+    told = [each.getMessage() for each in caplog.records if "trying again for" in each.getMessage()]
+    assert len(told) == 1, told
+    assert "no peer holds blocks [3, 6)" in told[0]
 
 
 @pytest.mark.parametrize(("beside", "waits_s"), [(True, 0.0), (False, FORWARD_S)], ids=["beside", "in turn"])

@@ -5,12 +5,14 @@ The arithmetic is exact, so every answer is right to the bit or the KV of some p
 
 from __future__ import annotations
 
+import logging
 import random
 from dataclasses import replace
 
 import pytest
 import trio
 
+from llmnode.core.peers.absence import TOLD_AGAIN_S
 from llmnode.core.policy import ClientPolicy, RoutePolicy
 from llmnode.core.span import Span
 from llmnode.errors import NoRoute, SessionLost
@@ -253,15 +255,20 @@ async def test_a_client_cut_off_from_everybody_goes_on_when_its_network_is_back(
 
 
 @simulated
-async def test_when_nobody_holds_its_blocks_a_session_says_which_and_goes_on_once_somebody_does() -> None:
+async def test_when_nobody_holds_its_blocks_a_session_says_which_and_goes_on_once_somebody_does(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async with pairs_of_servers() as swarm, swarm.session() as (session, _):
         dialogue = Dialogue(session, random.Random(1))
         await dialogue.step(20)
         for twin in "ab":
             swarm.kill(f"1{twin}")
-        with pytest.raises(NoRoute) as raised:
+        with pytest.raises(NoRoute) as raised, caplog.at_level(logging.WARNING, "llmnode"):
             await session.step(bytes(ROW))
         assert raised.value.missing == (SPANS[1],)
+        told = [each.getMessage() for each in caplog.records if "trying again for" in each.getMessage()]
+        reasons = {text.rpartition("; ")[0] for text in told}
+        assert 1 <= len(told) <= len(reasons) * POLICY.recovery.timeout_s / TOLD_AGAIN_S, told
         await swarm.start("late", SPANS[1])
         await trio.sleep(10)
         await dialogue.step(2)

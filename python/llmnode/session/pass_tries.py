@@ -159,6 +159,8 @@ class PassTries:
         """Those that have failed may be back in a moment, or others."""
         if trio.current_time() >= self._failures.deadline_s:
             raise SessionLost(self._failures.causes) if self._failures.causes else self._explained(absence)
+        if not self._failures.wants_kv:  # else servers are there, and only busy
+            self._finder.records.tell_absence(self._explained(absence), self._failures.deadline_s)
         pause_s = self._failures.pause_s(self._policy.route, self._finder.rng)  # a peer may have named any time
         with trio.move_on_at(min(trio.current_time() + pause_s, self._failures.deadline_s)):
             await self._finder.wait_changed()

@@ -5,10 +5,12 @@ The cost of a token at each peer follows from that, and from what the peer annou
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 import trio
 
+from llmnode.core.peers.absence import ToldReasons
 from llmnode.core.peers.bans import Bans
 from llmnode.core.peers.broken_promises import BrokenPromises
 from llmnode.core.peers.standing import DecodeTime, Standing, candidate_of
@@ -25,10 +27,13 @@ if TYPE_CHECKING:
     from llmnode.core.model import ModelInfo
     from llmnode.core.peers.standing import OwnUse
     from llmnode.core.policy import ClientPolicy
+    from llmnode.core.route import NoRoute
     from llmnode.session.reaching import Reaching
     from llmnode.session.trials import Trials
     from llmnode.swarm.membership import Swarm
     from llmnode.swarm.pool import ConnectionPool
+
+log = logging.getLogger(__name__)
 
 
 class PeerRecords:
@@ -48,6 +53,7 @@ class PeerRecords:
         self.suspicion = Suspicion(policy.trust)
         self.standing = Standing(policy.standing)
         self.broken = BrokenPromises(policy.standing)
+        self._told = ToldReasons()
         self._model = model
         self._policy = policy
         self._pool = pool
@@ -55,6 +61,12 @@ class PeerRecords:
         self._reaching = reaching
         self._trials = trials
         self._full_until_s: dict[PeerId, float] = {}  # peers without free KV for a session, by their own estimate
+
+    def tell_absence(self, absence: NoRoute, until_s: float) -> None:
+        """Log why a search that goes on until then has found no peer. All searches of a client say a reason once."""
+        now_s = trio.current_time()
+        if self._told.is_news(str(absence), now_s):
+            log.warning("%s; trying again for %.0f s", absence, until_s - now_s)
 
     def note_full(self, peer: PeerId, retry_after_s: float, now_s: float) -> None:
         """The peer says that it has no KV for a session for this time."""

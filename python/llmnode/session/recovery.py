@@ -101,7 +101,7 @@ class Recoverer:
                 missing = absence
                 if hurry:  # every peer has been asked
                     failures.check_agreement(trio.current_time())
-                    log.warning("%s; trying again for %.0f s", missing, failures.deadline_s - trio.current_time())
+                    finder.records.tell_absence(missing, failures.deadline_s)
                     if failures.wants_kv and failures.waits_for_kv:  # a short wait is cheaper than a replay
                         await hops.let_go()
                         await self._rows.let_go()

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 
 NAMED = 5
 """The most models, precisions and peers that a message names: any peer may announce any number."""
+TOLD_AGAIN_S = 10.0
+"""A client that goes on searching says the same reason again after this time."""
+MOST_TOLD = 4
+"""The most reasons that it says within that time: peers may give a new one at every look."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +38,21 @@ class Absence:
 
     def __str__(self) -> str:
         return f"{self.text}: {self.fix}" if self.text else self.fix
+
+
+class ToldReasons:
+    """The reasons for which a client found no peer, as it has told them to its user lately: none twice."""
+
+    def __init__(self) -> None:
+        self._told_s: dict[str, float] = {}
+
+    def is_news(self, reason: str, now_s: float) -> bool:
+        """Whether to tell the `reason`, which counts as told then."""
+        self._told_s = {each: told_s for each, told_s in self._told_s.items() if now_s - told_s < TOLD_AGAIN_S}
+        if reason in self._told_s or len(self._told_s) >= MOST_TOLD:
+            return False
+        self._told_s[reason] = now_s
+        return True
 
 
 def explain_absence(
@@ -79,22 +98,26 @@ def _of_holders(
         largest = max(each.offer.kv_tokens for each in usable)
         if largest >= positions:
             tried = [each.peer for each in usable if each.peer in failed]
-            text = f"{_named(tried)} announces some, and has failed"
-            return Absence(text, "see that it runs and can be reached, or start another server") if tried else None
+            text = _agreed(tried, "announces some, and has failed", "announce some, and have failed")
+            seen = "it runs" if _are_one(tried) else "they run"
+            return Absence(text, f"see that {seen} and can be reached, or start another server") if tried else None
         text = f"{positions} positions are asked for, and the KV of those that hold some is for {largest} at most"
         return Absence(text, "ask for fewer, or start servers with more --kv-tokens")
     if online:
-        text = f"{_named(each.peer for each in online)} would have some, but gave results that others contradict"
+        would = "would have some, but gave results that others contradict"
+        text = _agreed([each.peer for each in online], would, would)
         return Absence(text, "start servers that you trust, or try again in some minutes")
     if joining := [each for each in holders if each.offer.state is PeerState.JOINING]:
-        return Absence(
-            f"{_named(each.peer for each in joining)} still loads them", "try again in a moment, when it is ready"
-        )
+        loading = [each.peer for each in joining]
+        ready = "it is ready" if _are_one(loading) else "they are ready"
+        return Absence(_agreed(loading, "still loads them", "still load them"), f"try again in a moment, when {ready}")
     if newer := [each for each in holders if each.offer.state is PeerState.UNKNOWN]:
-        text = f"{_named(each.peer for each in newer)} has some, in a state that this llmnode does not know"
+        state = "in a state that this llmnode does not know"
+        text = _agreed([each.peer for each in newer], f"has some, {state}", f"have some, {state}")
         return Absence(text, "get a newer llmnode, or start servers for them")
     if holders:
-        text = f"{_named(each.peer for each in holders)} has some, but is about to stop"
+        leaving = [each.peer for each in holders]
+        text = _agreed(leaving, "has some, but is about to stop", "have some, but are about to stop")
         return Absence(text, "start another server for them")
     return None
 
@@ -119,13 +142,15 @@ def _of_adapters(model: ModelInfo, holders: Sequence[Announcement]) -> Absence |
     without = [each.peer for each in holders if each.offer.state is PeerState.ONLINE and each.offer.profile == base]
     if model.adapter is None or not without:
         return None
-    text = f"{_named(without)} holds some, and does not announce the adapter {model.adapter.hex()}"
+    adapter = f"announce the adapter {model.adapter.hex()}"
+    text = _agreed(without, f"holds some, and does not {adapter}", f"hold some, and do not {adapter}")
     return Absence(text, "give the folder of the adapter, or have such a server started with --adapters FOLDER")
 
 
 def _of_doubles(ours: Sequence[Announcement]) -> Absence | None:
     if doubles := [each.peer for each in ours if each.has_double]:
-        text = f"two nodes use the identity of {_named(doubles)}, and only one of them is found at a time"
+        each_of = "" if _are_one(doubles) else "each of "
+        text = f"two nodes use the identity of {each_of}{_named(doubles)}, and only one of them is found at a time"
         return Absence(text, "have one of the two started with another --identity FILE")
     return None
 
@@ -155,13 +180,27 @@ def _of_others(model: ModelInfo, announcements: Sequence[Announcement]) -> Absen
 def _of_wrong_clocks(clocks: ClockVerdict | None) -> Absence | None:
     if clocks is None or not clocks.wrong:
         return None
-    off = f"is off by {clocks.offset_s:+.1f} s"
-    text = f"the clock of {_named(clocks.wrong)} {off}, so what it announces is not believed"
-    return Absence(text, f"tell who runs it: {CLOCK_FIX}")
+    named, off = _named(clocks.wrong), f"off by {clocks.offset_s:+.1f} s"
+    if _are_one(clocks.wrong):
+        text = f"the clock of {named} is {off}, so what it announces is not believed"
+        return Absence(text, f"tell who runs it: {CLOCK_FIX}")
+    text = f"the clocks of {named} are {off}, so what they announce is not believed"
+    return Absence(text, f"tell who runs them: {CLOCK_FIX}")
+
+
+def _agreed(peers: Iterable[PeerId], one: str, several: str) -> str:
+    """The peers, and the predicate that agrees with their number."""
+    distinct = list(dict.fromkeys(peers))
+    return f"{_named(distinct)} {one if _are_one(distinct) else several}"
 
 
 def _named(peers: Iterable[PeerId]) -> str:
-    return f"peer {', '.join(list(dict.fromkeys(peers))[:NAMED])}"
+    distinct = list(dict.fromkeys(peers))
+    return f"{'peer' if _are_one(distinct) else 'peers'} {', '.join(distinct[:NAMED])}"
+
+
+def _are_one(peers: Iterable[PeerId]) -> bool:
+    return len(set(peers)) == 1
 
 
 def _overlap(one: Span, other: Span) -> bool:

@@ -14,7 +14,7 @@ from llmnode.core.announcement import DOUBLE, Announcement, Offer, PeerState
 from llmnode.core.identity import Identity, Origin, Weights, explain_difference, is_variant, read_digest
 from llmnode.core.ids import PeerId
 from llmnode.core.model import ModelInfo, Profile, precision_named
-from llmnode.core.peers.absence import explain_absence
+from llmnode.core.peers.absence import MOST_TOLD, TOLD_AGAIN_S, ToldReasons, explain_absence
 from llmnode.core.peers.clocks import Clocks, judge_clocks
 from llmnode.core.policy import SwarmPolicy
 from llmnode.core.span import Span
@@ -85,6 +85,50 @@ def test_the_cause_is_named_and_the_fix(
     assert re.search(text, why.text), why.text
     assert fix in why.fix
     assert str(why) == (f"{why.text}: {why.fix}" if why.text else why.fix)
+
+
+def several(**fields: object) -> list[Announcement]:
+    return [announced(name, **fields) for name in ("one", "two")]  # type: ignore[arg-type]  # as `announced` has them
+
+
+TWO_CLOCKS_OFF = judge_clocks({PeerId("a"): -95_000, PeerId("b"): -95_000, PeerId("c"): 0, PeerId("d"): 0}, 30)
+OF_SEVERAL: dict[str, tuple[list[Announcement], dict[str, object], str]] = {
+    "suspected": (several(), {"excluded": ["one", "two"]}, "peers one, two would have some"),
+    "failed": (
+        several(), {"failed": ["one", "two"]}, "peers one, two announce some, and have failed: see that they run and",
+    ),
+    "joining": (
+        several(state=PeerState.JOINING), {}, "peers one, two still load them: try again in a moment, when they are",
+    ),
+    "draining": (several(state=PeerState.DRAINING), {}, "peers one, two have some, but are about to stop"),
+    "unknown": (several(state=PeerState.UNKNOWN), {}, "peers one, two have some, in a state"),
+    "doubles": (
+        several(span=Span(0, 4), software=f"llmnode/1 ({DOUBLE})"), {}, "the identity of each of peers one, two, and",
+    ),
+    "clocks": (
+        [announced(span=Span(0, 4))],
+        {"clocks": TWO_CLOCKS_OFF},
+        "the clocks of peers a, b are off by -95.0 s, so what they announce is not believed: tell who runs them",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("known", "more", "text"), OF_SEVERAL.values(), ids=OF_SEVERAL.keys())
+def test_of_several_peers_the_plural_is_said(known: Sequence[Announcement], more: dict[str, object], text: str) -> None:
+    assert text in str(explain_absence(OURS, MISSING, known, **more))  # type: ignore[arg-type]  # each has its own
+
+
+def test_a_reason_is_told_once_and_again_after_a_while_and_another_one_at_once() -> None:
+    told, later_s = ToldReasons(), TOLD_AGAIN_S - 1
+    assert [told.is_news("nobody", now_s) for now_s in (0, 1, later_s)] == [True, False, False]
+    assert told.is_news("all are suspected", later_s)
+    assert not told.is_news("nobody", later_s), "it has only come back"
+    assert [told.is_news("nobody", now_s) for now_s in (TOLD_AGAIN_S, TOLD_AGAIN_S + 1)] == [True, False]
+
+
+def test_of_reasons_that_are_new_at_every_look_few_are_told() -> None:
+    told = ToldReasons()
+    assert sum(told.is_news(f"the clock is off by {now_s} s", now_s) for now_s in range(int(TOLD_AGAIN_S))) == MOST_TOLD
 
 
 @given(st.lists(st.sampled_from([each for known, *_ in CAUSES.values() for each in known]), max_size=6))
