@@ -79,13 +79,13 @@ async def answer_as_relay(swarm: Swarm, conduct: Conduct, link: Link) -> None:
                 await conduct.note_malformed(link)
 
 
-def _answer_with_view(swarm: Swarm, link: Link, frame: Frame) -> Frame:
+async def _answer_with_view(swarm: Swarm, link: Link, frame: Frame) -> Frame:
     """Raises PeerRefused if there is no memory for the answer, which the link holds from when it is sent."""
     answer_bytes = swarm.most_answer_bytes
     if not link.scope.take(Resource.MEMORY, answer_bytes):
         raise PeerRefused(RefusalCode.BUSY, "no memory is left for an answer now")
     try:
-        return swarm.answer(frame, link)
+        return await swarm.answer(frame, link)
     finally:
         link.scope.release(Resource.MEMORY, answer_bytes)
 
@@ -110,7 +110,7 @@ async def answer_any(swarm: Swarm | None, conduct: Conduct, link: Link, frame: F
     if frame.type is FrameType.PROBE:
         await link.send(_answer_probe(conduct, link, frame))
     elif frame.type in QUESTIONS and swarm is not None:
-        answer = _answer_with_view(swarm, link, frame)
+        answer = await _answer_with_view(swarm, link, frame)
         await conduct.wait_answer(link, answer)
         await link.send(answer)
     elif frame.type is FrameType.NEWS and swarm is not None:

@@ -34,13 +34,14 @@ from llmnode.models.load import load_ends
 from llmnode.net.addresses import LISTEN_ANY_LOOPBACK, own_ips, parse_peer
 from llmnode.net.host import open_network
 from llmnode.swarm.membership import wall_clock_ms
-from llmnode.wire.announcement import pack_news, pack_sequences, sign_announcement, unpack_news
+from llmnode.wire.announcement import pack_news, pack_sequences, sign_announcement
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.messages import Clock, Result, pack
 from llmnode.wire.refusal import refusal_of
 from process import forked
 from process.small_server import expected_tokens
 from process.strangers import ANSWER_S, KV_TOKENS, Served, answer, identity, stranger
+from unit.wire.whole_payloads import unpack_news
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

@@ -1,4 +1,4 @@
-"""A NEWS frame with thousands of announcements is read in small parts: other tasks of the node run between them."""
+"""Frames with thousands of announcements, or of peers, are read in small parts: other tasks run between them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+import msgpack
+import pytest
 import trio
 
 from llmnode.core.announcement import Announcement, SignedAnnouncement
@@ -19,10 +21,9 @@ from llmnode.wire import announcement
 from llmnode.wire.announcement import pack_news, sign_announcement
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.messages import Clock, pack
+from llmnode.wire.packed_entries import ENTRIES_AT_ONCE, PackedEntries
 
 if TYPE_CHECKING:
-    import pytest
-
     from llmnode.wire.frame import Buffer
 
 PEERS = 1000
@@ -76,3 +77,36 @@ async def test_other_tasks_run_between_some_announcements_whether_they_are_new_k
         assert server.swarm.unread == PEERS
         assert steps.all == 3 * PEERS
         assert steps.most <= READ_AT_ONCE
+
+
+PAIRS = 2 * SwarmPolicy().view_peers
+"""The most that a frame may have."""
+FULL = {
+    "announcements": Frame(FrameType.NEWS, payload=msgpack.packb(([(b"x", bytes(64))] * PAIRS, []))),
+    "peers that are wanted": Frame(FrameType.NEWS, payload=msgpack.packb(([], [f"{each}" for each in range(PAIRS)]))),
+    "a view": Frame(FrameType.VIEW, payload=msgpack.packb({f"{each}": each for each in range(PAIRS)})),
+}
+
+
+@pytest.mark.parametrize("kind", FULL)
+@simulated
+async def test_other_tasks_run_between_some_entries_of_the_fullest_frame(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps, read = Steps(), PackedEntries.next
+
+    def noted(entries: PackedEntries, most_bytes: int) -> memoryview:
+        steps.note()
+        return read(entries, most_bytes)
+
+    async with open_world() as world:
+        server = await world.start("server", Span(0, 6))
+        link = await world.internet.network("rude", "9.9.9.9").dial(server.network.addresses[0])
+        monkeypatch.setattr(PackedEntries, "next", noted)
+        trio.lowlevel.add_instrument(steps)
+        await link.send(replace(FULL[kind], meta=pack(Clock(simulated_ms()))))
+        await trio.sleep(1)
+        trio.lowlevel.remove_instrument(steps)
+        entries = 2 * PAIRS if kind == "a view" else PAIRS
+        assert steps.all == entries
+        assert steps.most <= 2 * ENTRIES_AT_ONCE < entries / 10

@@ -196,7 +196,7 @@ async def test_entries_that_a_peer_invents_cost_questions_that_are_no_larger_and
     async def invent(swarm: Swarm, conduct: Conduct, link: Link, frame: Frame) -> None:
         if frame.type is FrameType.DIGESTS:
             payload = b"\xff" * (BUCKETS // 8) + rng.randbytes(2 * FULL * ENTRY_BYTES)
-            clock = swarm._view_exchange.answer(frame, link.version).meta
+            clock = (await swarm._view_exchange.answer(frame, link.version)).meta
             await link.send(Frame(FrameType.DIFFERING, step=frame.step, meta=clock, payload=payload))
         else:
             await answer(swarm, conduct, link, frame)
@@ -218,7 +218,7 @@ async def test_a_peer_that_tells_more_than_it_was_asked_for_is_not_believed(monk
 
     async def tell_more(swarm: Swarm, conduct: Conduct, link: Link, frame: Frame) -> None:
         if frame.type is FrameType.MISSING:
-            clock = swarm._view_exchange.answer(frame, link.version).meta
+            clock = (await swarm._view_exchange.answer(frame, link.version)).meta
             payload = pack_news([each.signed for each in unasked], (), SwarmPolicy())
             await link.send(Frame(FrameType.NEWS, step=frame.step, meta=clock, payload=payload))
         else:

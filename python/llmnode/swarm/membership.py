@@ -27,7 +27,7 @@ from llmnode.errors import ConfigError, PeerError, RemoteProtocolError
 from llmnode.swarm.entering import enter
 from llmnode.swarm.former_peers import peer_of
 from llmnode.swarm.peer_connection import source_of
-from llmnode.swarm.view_exchange import ViewExchange
+from llmnode.swarm.view_exchange import ViewExchange, with_pauses
 from llmnode.wire.announcement import checked, forms_for, pack_news, sign_announcement, unpack_news
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.messages import Clock, pack, unpack
@@ -260,17 +260,18 @@ class Swarm:
         """An answer about our view has at most this size."""
         return self._view_exchange.most_answer_bytes
 
-    def answer(self, frame: Frame, link: Link) -> Frame:
+    async def answer(self, frame: Frame, link: Link) -> Frame:
         """The answer to a question of a peer about our view. Raises RemoteProtocolError."""
         clock = unpack(Clock, frame.meta)
         self._note_clock(link.peer, clock.now_ms - self._now_ms(), asked=False)
         self._drop_expired()
-        return self._view_exchange.answer(frame, link.version)
+        return await self._view_exchange.answer(frame, link.version)
 
     async def take_news(self, frame: Frame, link: Link) -> None:
         """Believe an unasked NEWS frame, as far as it is signed and names few newcomers. Raises RemoteProtocolError."""
         unpack(Clock, frame.meta)
-        await self._merge(unpack_news(frame.payload, self._policy).read(), source_of(link), unasked_in=link.group)
+        news = await with_pauses(unpack_news(frame.payload, self._policy))
+        await self._merge(news.read(), source_of(link), unasked_in=link.group)
 
     # Inside
 

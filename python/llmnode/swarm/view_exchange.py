@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import trio
 
@@ -37,7 +37,7 @@ from llmnode.wire.view_digests import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable, Generator, Sequence
 
     from llmnode.core.ids import PeerId
     from llmnode.core.policy import SwarmPolicy
@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from llmnode.wire.frame import Buffer
 
     Believe = Callable[[News], Awaitable[None]]
+
+T = TypeVar("T")
 
 QUESTIONS = frozenset({FrameType.VIEW, FrameType.DIGESTS, FrameType.MISSING})
 """Every node answers these."""
@@ -89,7 +91,7 @@ class ViewExchange:
     async def _ask_by_sequences(self, connection: PeerConnection, believe: Believe) -> Told:
         sequences = pack_sequences(sequences_for(connection.version, self.view.newer_than({})))
         answer, ahead_ms = await self._ask(connection, FrameType.VIEW, sequences, FrameType.NEWS, self._until_s())
-        news = unpack_news(answer.payload, self.policy)
+        news = await with_pauses(unpack_news(answer.payload, self.policy))
         await believe(news)
         return Told(ahead_ms, news.wanted)
 
@@ -104,11 +106,12 @@ class ViewExchange:
         for start in range(0, len(difference.missing), ASKED_AT_ONCE):
             missing = pack_missing(difference.missing[start : start + ASKED_AT_ONCE])
             answer, _ = await self._ask(connection, FrameType.MISSING, missing, FrameType.NEWS, until_s)
-            news, began_s = unpack_news(answer.payload, self.policy), trio.current_time()
+            began_s = trio.current_time()
+            news = await with_pauses(unpack_news(answer.payload, self.policy))
             if len(news.pairs) > ASKED_AT_ONCE:
                 raise RemoteProtocolError(f"{len(news.pairs)} announcements, and {ASKED_AT_ONCE} were asked for")
             await believe(news)
-            until_s += trio.current_time() - began_s  # to verify them is no delay of the peer's
+            until_s += trio.current_time() - began_s  # to read and to verify them is no delay of the peer's
         return Told(ahead_ms, [ours[entry] for entry in difference.newer])
 
     def _until_s(self) -> float:
@@ -128,19 +131,26 @@ class ViewExchange:
         """An answer has at most this size."""
         return min(len(self.view) * self.policy.announcement_bytes, self.policy.exchange_bytes)
 
-    def answer(self, question: Frame, version: int | None) -> Frame:
+    async def answer(self, question: Frame, version: int | None) -> Frame:
         """The answer for a peer that speaks this version. Raises RemoteProtocolError."""
         meta = pack(Clock(self.now_ms()))
         if question.type is FrameType.DIGESTS:
             differences = self._differing(question.payload)
             return Frame(FrameType.DIFFERING, step=question.step, meta=meta, payload=differences)
-        news = (self._missing if question.type is FrameType.MISSING else self._newer)(question.payload, version)
+        if question.type is FrameType.MISSING:
+            news = self._missing(question.payload, version)
+        else:
+            news = await self._newer(question.payload, version)
         return Frame(FrameType.NEWS, step=question.step, meta=meta, payload=news)
 
-    def _newer(self, payload: Buffer, version: int | None) -> bytes:
-        theirs = unpack_sequences(payload, self.policy)
+    async def _newer(self, payload: Buffer, version: int | None) -> bytes:
+        """To find, to list and to pack thousands takes milliseconds each: other tasks have their turns between."""
+        theirs = await with_pauses(unpack_sequences(payload, self.policy))
+        lacked = self.view.lacks(theirs)
+        await trio.lowlevel.checkpoint()
         forms = forms_for(version, self.view.newer_than(theirs), theirs)
-        return pack_news(forms, self.view.lacks(theirs), self.policy)
+        await trio.lowlevel.checkpoint()
+        return pack_news(forms, lacked, self.policy)
 
     def _differing(self, payload: Buffer) -> bytes:
         salt, theirs = unpack_digests(payload)
@@ -150,3 +160,15 @@ class ViewExchange:
     def _missing(self, payload: Buffer, version: int | None) -> bytes:
         peers = unpack_missing(payload)
         return pack_news(forms_for(version, self.view.of_hashes(peers)), [], self.policy)
+
+
+async def with_pauses(parts: Generator[None, None, T]) -> T:
+    """The result of work that is done in `parts`. Other tasks run between them."""
+    while True:
+        try:
+            next(parts)
+        except StopIteration as end:
+            await trio.lowlevel.checkpoint()
+            result: T = end.value
+            return result
+        await trio.lowlevel.checkpoint()

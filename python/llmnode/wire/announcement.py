@@ -24,10 +24,11 @@ from llmnode.errors import RemoteProtocolError
 from llmnode.wire import version_1
 from llmnode.wire.adapter import MOST_PARTS as MOST_BLOCKS
 from llmnode.wire.messages import AnnouncementBody, pack, unpack_signed
+from llmnode.wire.packed_entries import ENTRIES_AT_ONCE, PackedEntries
 from llmnode.wire.profile import profile_fields, profile_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 
     from llmnode.core.policy import SwarmPolicy
     from llmnode.wire.frame import Buffer
@@ -192,43 +193,21 @@ def pack_sequences(sequences: Mapping[PeerId, int]) -> bytes:
     return packed
 
 
-def unpack_sequences(payload: Buffer, policy: SwarmPolicy) -> dict[PeerId, int]:
-    """Raises RemoteProtocolError."""
+def unpack_sequences(payload: Buffer, policy: SwarmPolicy) -> Generator[None, None, dict[PeerId, int]]:
+    """In parts, after each of which other tasks may have their turn. Raises RemoteProtocolError."""
+    sequences: dict[PeerId, int] = {}
     with _reading(payload, policy, "VIEW"):
-        _check_flat_map(payload, policy)
-        values = msgpack.unpackb(
-            payload,
-            raw=False,
-            strict_map_key=True,
-            max_map_len=2 * policy.view_peers,
-            max_str_len=_PEER_ID_CHARACTERS,
-            max_array_len=0,
-            max_bin_len=0,
-            max_ext_len=0,
-        )
-    if not isinstance(values, dict) or not all(
-        _is_peer_id(peer) and type(sequence) is int and sequence >= 0 for peer, sequence in values.items()
-    ):
-        raise RemoteProtocolError("VIEW: no map of peers and sequence numbers")
-    return values
-
-
-def _check_flat_map(payload: Buffer, policy: SwarmPolicy) -> None:
-    """Its values are made into objects once their size is known: a map in the map could have a million of them.
-
-    Raises ValueError, or an error of msgpack at the end.
-    """
-    unpacker = msgpack.Unpacker(max_buffer_size=policy.exchange_bytes)
-    unpacker.feed(payload)
-    skip, tell = unpacker.skip, unpacker.tell
-    if (length := unpacker.read_map_header()) > 2 * policy.view_peers:
-        raise ValueError(f"a map of {length}")
-    for _ in range(length):
-        skip()
-        start = tell()
-        skip()
-        if tell() > start + _NUMBER_BYTES:
-            raise ValueError(f"a sequence number of {tell() - start} bytes")
+        entries = PackedEntries(payload)
+        for number in range(entries.begin_map(2 * policy.view_peers)):
+            peer = _unpacked(entries.next(_PEER_ID_CHARACTERS + _PACKED_BYTES))
+            sequence = _unpacked(entries.next(_NUMBER_BYTES))
+            if not _is_peer_id(peer) or type(sequence) is not int or sequence < 0:
+                raise ValueError("no map of peers and sequence numbers")
+            sequences[peer] = sequence
+            if (number + 1) % ENTRIES_AT_ONCE == 0:
+                yield
+        entries.end()
+    return sequences
 
 
 def pack_news(announcements: Iterable[SignedBody], wanted: Sequence[PeerId], policy: SwarmPolicy) -> bytes:
@@ -244,46 +223,43 @@ def pack_news(announcements: Iterable[SignedBody], wanted: Sequence[PeerId], pol
     return news
 
 
-def unpack_news(payload: Buffer, policy: SwarmPolicy) -> News:
-    """Raises RemoteProtocolError for anything but pairs of body and signature, within their limits.
+def unpack_news(payload: Buffer, policy: SwarmPolicy) -> Generator[None, None, News]:
+    """In parts, after each of which other tasks may have their turn.
 
-    The bodies are not read yet.
+    Raises RemoteProtocolError for anything but pairs of body and signature, within their limits. The bodies are not
+    read yet.
     """
+    pairs: list[tuple[bytes, bytes]] = []
+    wanted: list[PeerId] = []
+    most, most_bytes = 2 * policy.view_peers, policy.announcement_bytes + _SIGNATURE_BYTES + _PACKED_BYTES
     with _reading(payload, policy, "NEWS"):
-        unpacker = msgpack.Unpacker(max_buffer_size=policy.exchange_bytes)
-        unpacker.feed(payload)
-        if unpacker.read_array_header() != 2:
+        entries = PackedEntries(payload)
+        if entries.begin_list(2) != 2:
             raise ValueError("no pair of lists")
-        most_bytes = policy.announcement_bytes + _SIGNATURE_BYTES + _PACKED_BYTES
-        pairs = [_checked_pair(each, policy) for each in _entries(unpacker, payload, policy, most_bytes)]
-        wanted = list(_entries(unpacker, payload, policy, _PEER_ID_CHARACTERS + _PACKED_BYTES))
-        if unpacker.tell() != len(payload):
-            raise ValueError("more than a pair of lists")
-    if not all(_is_peer_id(peer) for peer in wanted):
-        raise RemoteProtocolError("NEWS: asks for what is no peer id")
+        for number in range(entries.begin_list(most)):
+            pairs.append(_checked_pair(_unpacked(entries.next(most_bytes)), policy))
+            if (number + 1) % ENTRIES_AT_ONCE == 0:
+                yield
+        for number in range(entries.begin_list(most)):
+            if not _is_peer_id(peer := _unpacked(entries.next(_PEER_ID_CHARACTERS + _PACKED_BYTES))):
+                raise ValueError("asks for what is no peer id")
+            wanted.append(peer)
+            if (number + 1) % ENTRIES_AT_ONCE == 0:
+                yield
+        entries.end()
     return News(pairs, wanted)
 
 
-def _entries(
-    unpacker: msgpack.Unpacker, payload: Buffer, policy: SwarmPolicy, most_bytes: int
-) -> Iterator[Any]:  # Any: what a peer sends is not known yet
-    """The entries of the next list. None is made into objects before its size is known: a small one may hold many."""
-    if (length := unpacker.read_array_header()) > 2 * policy.view_peers:
-        raise ValueError(f"a list of {length}")
-    for _ in range(length):
-        start = unpacker.tell()
-        unpacker.skip()
-        if (end := unpacker.tell()) > start + most_bytes:
-            raise ValueError(f"an entry of {end - start} bytes")
-        yield msgpack.unpackb(memoryview(payload)[start:end], raw=False, max_map_len=0, max_ext_len=0)
+def _unpacked(entry: memoryview) -> Any:  # Any: what a peer sends is not known yet
+    return msgpack.unpackb(entry, raw=False, max_map_len=0, max_ext_len=0)
 
 
 def _checked_pair(pair: Any, policy: SwarmPolicy) -> tuple[bytes, bytes]:  # Any: likewise
     if not isinstance(pair, list) or len(pair) != 2 or not all(type(part) is bytes for part in pair):
-        raise RemoteProtocolError("NEWS: an announcement is no pair of body and signature")
+        raise ValueError("an announcement is no pair of body and signature")
     body, signature = pair
     if len(body) > policy.announcement_bytes or len(signature) != _SIGNATURE_BYTES:
-        raise RemoteProtocolError("NEWS: an announcement of the wrong size")
+        raise ValueError("an announcement of the wrong size")
     return body, signature
 
 
@@ -295,7 +271,7 @@ def _reading(payload: Buffer, policy: SwarmPolicy, what: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, msgpack.UnpackException) as error:  # msgpack documents both
-        raise RemoteProtocolError(f"{what}: not msgpack ({str(error) or type(error).__name__})") from error
+        raise RemoteProtocolError(f"{what}: {str(error) or type(error).__name__}") from error
 
 
 def _is_peer_id(value: object) -> bool:
