@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from llmnode.client.sampling import ChoiceTerms
@@ -25,7 +26,10 @@ if TYPE_CHECKING:
     from llmnode.node.connect_options import Access, OpenClient
     from llmnode.session.session import InferenceSession
 
-HELP = "/reset forgets the dialogue, /quit leaves; a line that ends in \\ goes on in the next; Ctrl-C stops an answer"
+HELP = (
+    "/reset forgets the dialogue, /quit or /exit leaves; a line that ends in \\ goes on in the next; "
+    "Ctrl-C stops an answer"
+)
 WARNING = "whoever runs these servers can read this dialogue: use your own for what is private"
 DEFAULT_NEW_TOKENS = 512
 DEFAULT_LENGTH = 4096
@@ -54,15 +58,33 @@ def chat(config: ChatConfig) -> None:
         name = f"{printable(client.model.name)}, {client.model.precision.name}"
         note(f"{name}; {sampler.line()}\n{HELP}\nwarning: {WARNING}")
         while (message := _read_message(lines)) is not None:
-            if message == "/quit":
-                return
-            if message == "/reset":
-                dialogue.reset()
-                note("forgotten")
-            elif message.startswith("/"):
-                note(HELP)
-            elif message:
-                _answer(dialogue, message)
+            match command_in(message):
+                case Command.LEAVE:
+                    return
+                case Command.RESET:
+                    dialogue.reset()
+                    note("forgotten")
+                case Command.HELP:
+                    note(HELP)
+                case None if message:
+                    _answer(dialogue, message)
+
+
+class Command(Enum):
+    """A message that is for this program, and not for the model."""
+
+    LEAVE = auto()
+    RESET = auto()
+    HELP = auto()
+
+
+def command_in(message: str) -> Command | None:
+    """The command that a message is; None for one to the model. An unknown command asks for help."""
+    if message in ("/quit", "/exit", "exit"):
+        return Command.LEAVE
+    if message == "/reset":
+        return Command.RESET
+    return Command.HELP if message.startswith("/") else None
 
 
 def _length(asked: int | None, model: ModelInfo) -> int:

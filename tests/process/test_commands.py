@@ -345,7 +345,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(nodes: list[Any]) -> None:
     chat.hear(20)
     chat.process.send_signal(signal.SIGINT)
     chat.say("Say yes.")
-    chat.say("/quit")
+    chat.say("/exit")
     _, stderr = chat.finish()
     assert stderr.count("tokens: the first after") == 2, "the second answer came"
 
