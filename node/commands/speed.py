@@ -91,12 +91,15 @@ async def _measure(config: NodeConfig, way_in: Invite, rounds: int, report: Call
         span = await choose_blocks(config.blocks, model, source, swarm=None)
         report(f"reading blocks {span} of {model.name}")
         worker = await source.load(span)
-        speed = await measure_speed(
-            worker, model, rounds, lambda number: report(f"measured {number} of {rounds + 1} rounds")
-        )
+        speed = await measure_speed(worker, model, rounds, lambda number: report(progress(number, rounds)))
         await source.drop()
     network = await _measure_network(way_in, model, span) if way_in.peers else None
     return Measured(model, span, speed, network)
+
+
+def progress(number: int, rounds: int) -> str:
+    """The line before round `number` of `rounds` is measured. Round 0 is the one that warms up."""
+    return f"measuring round {number} of {rounds}" if number else "measuring a round first that does not count"
 
 
 async def _measure_network(way_in: Invite, model: ModelInfo, span: Span) -> NetworkSpeed:

@@ -16,6 +16,7 @@ from llmnode.core.operations import Close, Forward, Open
 from llmnode.core.span import Span
 from llmnode.core.speed import SHARED_SESSIONS, ComputeSpeed, ForwardsSeen
 from llmnode.errors import ConfigError, ModelError, WorkerLost
+from llmnode.node.commands.speed import progress
 from llmnode.node.serve.speed import (
     PROMPT,
     QUICK_SHARED_STEPS,
@@ -27,6 +28,7 @@ from llmnode.node.serve.speed import (
 from llmnode.node.serve.speed_cache import AGAIN_MS, KEEPS_MS, MOST, SpeedCache
 from llmnode.swarm.membership import wall_clock_ms
 from llmnode.testing.worker import ExactExecutor
+from unit.in_trio import in_trio
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,6 +50,16 @@ class PagedExecutor(ExactExecutor):
             pages = -(-operation.max_length // PAGE)
             operation = replace(operation, max_length=pages * PAGE)
         return super().apply(operation)
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+@in_trio
+async def test_every_round_is_announced_by_its_number_after_one_that_does_not_count(rounds: int) -> None:
+    told: list[str] = []
+    await measure_speed(worker_with(4096), MODEL, rounds, lambda number: told.append(progress(number, rounds)))
+    first, *others = told
+    assert "does not count" in first
+    assert others == [f"measuring round {number} of {rounds}" for number in range(1, rounds + 1)]
 
 
 def worker_with(kv_tokens: int) -> ThreadWorker:
