@@ -38,16 +38,27 @@ class Unreadable(ConfigError):
         super().__init__(message)
 
 
-def read_file(path: Path, name: str, most_bytes: int, *, fix: str = "name another file", secret: bool = False) -> bytes:
+def read_file(
+    path: Path,
+    name: str,
+    most_bytes: int,
+    *,
+    fix: str = "name another file",
+    secret: bool = False,
+    magic: bytes = b"",
+) -> bytes:
     """The content of a file, a pipe or a device. It is called `name` in errors; a `secret` one is its owner's alone.
 
-    Raises Unreadable, or ConfigError if others can read a secret, or if the file has more than `most_bytes`.
+    A file that does not begin with `magic` is no secret, and no more of it is returned than its beginning. Raises
+    Unreadable, or ConfigError if others can read a secret, or if the file has more than `most_bytes`.
     """
     try:
         with path.open("rb") as file:
-            if secret and os.fstat(file.fileno()).st_mode & 0o077:
-                raise ConfigError(f"{name} can be read by others: `chmod 600 {path}`")
-            content = file.read(most_bytes + 1)
+            content = file.read(len(magic))
+            if content == magic:
+                if secret and os.fstat(file.fileno()).st_mode & 0o077:
+                    raise ConfigError(f"{name} can be read by others: `chmod 600 {path}`")
+                content += file.read(most_bytes + 1 - len(magic))
     except (OSError, ValueError) as error:  # ValueError: a path with a NUL in it
         why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         is_missing = isinstance(error, FileNotFoundError | NotADirectoryError)

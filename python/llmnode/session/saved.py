@@ -174,7 +174,7 @@ def write(path: Path, content: bytes) -> None:
 
 def read(path: Path) -> SavedSession:
     """Raises ConfigError if the file cannot be read, is no session, or is open to others."""
-    content = read_file(path, f"the session {path}", MOST_BYTES, secret=True)
+    content = read_file(path, f"the session {path}", MOST_BYTES, secret=True, magic=MAGIC)
     try:
         return parse(content)
     except ConfigError as error:
@@ -186,7 +186,7 @@ def _parts(content: bytes) -> tuple[Any, memoryview]:  # Any: what a file holds 
     if len(content) > MOST_BYTES:
         raise ConfigError(f"a session has at most {MOST_BYTES} bytes")
     if content[: len(MAGIC)] != MAGIC or len(content) < _PREFIX_BYTES:
-        raise ConfigError("this is no file of a session")
+        raise ConfigError("this is no saved session: name a file that `export` has written")
     (size,) = _SIZE.unpack_from(content, len(MAGIC))
     if size > min(MOST_HEADER_BYTES, len(content) - _PREFIX_BYTES):
         raise ConfigError(f"a header of {size} bytes, of at most {MOST_HEADER_BYTES}, and not all of it is there")

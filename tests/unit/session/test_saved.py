@@ -93,8 +93,8 @@ def test_a_session_of_no_positions_is_read_back() -> None:
 
 
 REFUSED: dict[str, tuple[bytes, str]] = {
-    "empty": (b"", "no file of a session"),
-    "something else": (b"\x89PNG" * 20, "no file of a session"),
+    "empty": (b"", "this is no saved session"),
+    "something else": (b"\x89PNG" * 20, "this is no saved session"),
     "cut off": (FILE[:-1], "log_digest"),
     "cut off in the header": (FILE[: AT + 20], "not all of it is there"),
     "a header of more than there may be": (MAGIC + b"\xff" * 4 + bytes(100), "not all of it is there"),
@@ -194,6 +194,15 @@ def test_a_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
     write(path, FILE)
     path.chmod(0o640)
     with pytest.raises(ConfigError, match="chmod 600"):
+        read(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"llmnode", b"Dear diary, today I have seen a session"])
+def test_a_file_that_is_no_session_is_called_so_whoever_may_read_it(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "diary"
+    path.write_bytes(content)
+    path.chmod(0o644)
+    with pytest.raises(ConfigError, match="diary: this is no saved session"):
         read(path)
 
 
