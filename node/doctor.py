@@ -159,11 +159,13 @@ def _check_model(doctor: Doctor) -> ModelFolder | None:
 
     from llmnode.models.open_model import open_model
     from llmnode.models.size import find_places, measure_size
+    from llmnode.models.sources.missing import check_blocks
 
     asked = doctor.config.wish.nearest
     device, kind = ("cuda", "GPU memory") if torch.cuda.is_available() else ("cpu", "memory")  # as `llmnode serve`
     try:
         folder = open_model(doctor.config.model, doctor.working)
+        check_blocks(folder)
         size = measure_size(folder, getattr(torch, asked.dtype), asked.quant, asked.kv_dtype, device)
     except ConfigError as error:
         fix = "give another MODEL, or none for the embedded one" if doctor.config.model else "do as that says"

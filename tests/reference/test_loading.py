@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,8 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmnode.compute.loading import SpanLoader, Wanted
 from llmnode.core.span import Span
-from llmnode.errors import ConfigError
+from llmnode.errors import ConfigError, ModelError
 from llmnode.models.size import MEMORY_SHARE, PEERS_BYTES, measure_size
+from llmnode.models.sources.checkpoint import CONFIG_FILE
 from reference.small import BLOCKS, KV_TOKENS, cut, make_model, open_saved, save_model
 from reference.test_narrow import rounded_to_4_bits
 
@@ -47,6 +49,25 @@ def test_no_numbers_are_drawn_for_weights_that_files_have(case: str, tmp_path: P
     with Draws() as draws:
         cut(open_saved(tmp_path), (0, BLOCKS))
     assert draws.shapes == []
+
+
+@pytest.mark.parametrize(
+    ("case", "counts", "named"), [("llama", "num_hidden_layers", "layers"), ("gpt2", "n_layer", "h")]
+)
+def test_a_model_of_more_blocks_than_its_files_have_is_not_opened(
+    case: str, counts: str, named: str, tmp_path: Path
+) -> None:
+    """Not even for the blocks that are there: the server would announce the model, and move to the others later."""
+    save_model(tmp_path, case, tied=False)
+    loader = SpanLoader(Wanted(str(tmp_path), device="cpu", kv_tokens=KV_TOKENS), print)
+    assert loader.open_model().blocks == BLOCKS
+    config = json.loads((tmp_path / CONFIG_FILE).read_text())
+    for name in config:
+        if isinstance(config[name], list) and len(config[name]) == BLOCKS:
+            config[name] += config[name][-1:] * 2
+    (tmp_path / CONFIG_FILE).write_text(json.dumps({**config, counts: BLOCKS + 2}))
+    with pytest.raises(ModelError, match=rf"has no tensors for \S*{named}\.{BLOCKS}\.\S+, .* and \d+ more"):
+        loader.open_model()
 
 
 def loader_of(

@@ -61,9 +61,11 @@ class SpanLoader:
         with collection_paused():
             from llmnode.machine.threads import use_threads
             from llmnode.models.open_model import open_model
+            from llmnode.models.sources.missing import check_blocks
 
             use_threads(self._wanted.threads)
             self._folder = open_model(self._wanted.model, self._report)
+            check_blocks(self._folder)
         wanted = replace(self._wanted, device=device_named(self._wanted.device))
         if wanted.dtype == AUTO:
             wanted = replace(wanted, dtype="bfloat16" if wanted.device.startswith("cuda") else "float32")

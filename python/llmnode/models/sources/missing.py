@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,24 @@ if TYPE_CHECKING:
 
 _SHOWN = 4
 _MOST_FILES = 1000
+_NUMBERED = re.compile(r"(\D*\.)(\d{1,6})(\..*)", re.ASCII)
+"""The name of a tensor of a block: the first number is the block's."""
 _HEADS = ("lm_head.", "embed_out.")
+
+
+def check_blocks(folder: ModelFolder) -> None:
+    """Raises ModelError if a block that the config counts has no tensor: a server of others would announce the model.
+
+    Blocks whose tensors have no number in their names are not checked, nor is each tensor: a load does that.
+    """
+    of_blocks: dict[int, list[str]] = {}
+    for name in folder.files:
+        if (numbered := _NUMBERED.match(name)) is not None:
+            of_blocks.setdefault(int(numbered[2]), []).append(name)
+    absent = [block for block in range(folder.info.blocks) if block not in of_blocks]
+    if of_blocks and absent:
+        alike = of_blocks[min(of_blocks)]
+        check_complete(folder, [_NUMBERED.sub(rf"\g<1>{block}\g<3>", name) for block in absent for name in alike])
 
 
 def check_complete(folder: ModelFolder, missing: Sequence[str]) -> None:
