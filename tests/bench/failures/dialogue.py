@@ -62,6 +62,7 @@ class Dialogue:
         self._undisturbed_s = undisturbed_s or {}
         self._struck: list[Replica] = []
         self._restarted = trio.Event()
+        self._twins_struck = trio.Event()
 
     @property
     def recoveries(self) -> list[Recovery]:
@@ -74,7 +75,7 @@ class Dialogue:
                 async with AsyncExitStack() as stack:
                     await self._converse(stack)
             except LlmnodeError as error:
-                self.error = str(error)
+                self.error = self.error or str(error)
         self.error = self.error or self._what_is_missing()
 
     async def _converse(self, stack: AsyncExitStack) -> None:
@@ -122,7 +123,11 @@ class Dialogue:
                 self._nursery.start_soon(self._strike_later, delay_s, ended)
             else:
                 self._strike()
-        result = await call()
+        try:
+            result = await call()
+        except LlmnodeError as error:
+            self.error = f"{name}: {error}"
+            raise
         ended.set()
         fresh = [each for each in self.recoveries if each not in known]
         self.acts.append(Act(name, began_s, trio.current_time(), fresh))
@@ -132,6 +137,8 @@ class Dialogue:
         """The part of the fault that comes after a failover."""
         if self._cell is None or not self.sessions or not self._struck:
             return
+        if self._cell.moment is Moment.RECOVERY:  # a new session does not wait for servers as a recovery does
+            await self._twins_struck.wait()
         route = [hop.peer for hop in self.sessions[0].route]
         match self._cell.fault:
             case Fault.WAKE:
@@ -172,6 +179,7 @@ class Dialogue:
         await self._rig.until_kv(twins[0], taken=True)
         self._struck = twins
         self._apply(twins)
+        self._twins_struck.set()
         await start_all(killed, self._rig.servers)
         self.returned_s = self.returned_s or trio.current_time()
 
