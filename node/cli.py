@@ -20,6 +20,7 @@ from llmnode.node.commands import (
     doctor,
     generate,
     invite,
+    layout,
     plan,
     relay,
     serve,
@@ -40,7 +41,10 @@ EXIT_FAILED = 1
 EXIT_CONFIG = 2
 EXIT_INTERRUPTED = 130
 
-COMMANDS = (demo, serve, relay, generate, chat, status, adapters, speed, plan, doctor, invite, verify, config, bench)
+COMMANDS = (
+    *(demo, serve, relay, generate, chat, status, adapters, speed, plan, layout),
+    *(doctor, invite, verify, config, bench),
+)
 
 
 def main(argv: Sequence[str] | None = None, make_loader: MakeLoader | None = None) -> int:

@@ -31,13 +31,13 @@ from bench.placement.swarms import (
     scale_row,
 )
 from llmnode.core.ids import PeerId
+from llmnode.core.placement.host_rows import MOST_BLOCKS
 from llmnode.core.placement.joining import choose_span
 from llmnode.core.placement.policy import PlanPolicy, RebalancePolicy
 from llmnode.core.placement.servers import PlacedServer, block_speeds, most_throughput, one_speed, throughput
 from llmnode.core.placement.stages import best_of, carried_out, fewest_hops, layouts
 from llmnode.node import values
 from llmnode.testing.placement import Host, Uptime
-from llmnode.testing.placement.host_files import MOST_BLOCKS
 
 if TYPE_CHECKING:
     import argparse

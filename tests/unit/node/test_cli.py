@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 PEER = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWHatDJpvRfD7CvXhA3hg2Pc115M26JP2Zph8nShom4ESy"
 FAR_PEER = PEER.replace("127.0.0.1", "203.0.113.7")
-COMMANDS = ["demo", "serve", "relay", "generate", "chat", "status", "doctor", "invite", "verify", "config", "bench"]
+COMMANDS = [
+    "demo", "serve", "relay", "generate", "chat", "status", "layout", "doctor", "invite", "verify", "config", "bench",
+]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -137,6 +139,9 @@ def test_a_benchmark_gets_every_word_after_bench(monkeypatch: pytest.MonkeyPatch
         (["chat", "--peers", PEER, "--max-length", "0"], "--max-length 0: give at least 1"),
         (["config", "sing"], "there is no command 'sing': choose from demo"),
         (["doctor", "--kv-tokens", "0"], "--kv-tokens 0: give at least 1"),
+        (["layout", "/nowhere", "--model-blocks", "4"], "/nowhere: cannot be read (No such file or directory)"),
+        (["layout", "/nowhere", "--model-blocks", "0"], "--model-blocks 0: give at least 1"),
+        (["layout", "/nowhere"], "are required: --model-blocks (see `llmnode layout --help`)"),
         (["verify"], "are required: FILE (see `llmnode verify --help`)"),
         (["verify", "/nowhere"], "/nowhere: cannot be read (No such file or directory): name a file that `llmnode"),
         (["verify", "/"], "/: cannot be read (Is a directory)"),

@@ -76,6 +76,7 @@ RIGHT = {
     "demo": [], "serve": ["--blocks", "0:2"], "relay": [], "generate": ["--peers", PEER], "chat": ["--peers", PEER],
     "status": ["--peers", PEER], "doctor": [], "invite": ["--swarm-key", "key"], "verify": ["empty"], "config": [],
     "bench": ["swarm"], "speed": ["--blocks", "0:2"], "plan": ["--peers", PEER], "adapters": ["--peers", PEER],
+    "layout": ["empty", "--model-blocks", "8"],
 }  # fmt: skip
 
 
