@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,14 +16,25 @@ from llmnode.errors import ConfigError, single_error
 from llmnode.machine.startup import collection_paused
 from llmnode.node.generate import DEFAULT_NEW_TOKENS
 from llmnode.node.outcome import describe_empty
-from llmnode.node.processes import ServerDied, ServerProcess, all_ready, last_words, private_swarm, pss_mib
-from llmnode.node.terminal import Pieces, note, open_console, say, show_json
+from llmnode.node.processes import (
+    ENDED,
+    READY,
+    STARTING,
+    ServerDied,
+    ServerProcess,
+    all_ready,
+    last_words,
+    private_swarm,
+    pss_mib,
+)
+from llmnode.node.terminal import Pieces, note, open_console, say, show_json, tell
 from llmnode.node.text import counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from llmnode.client.connect import Client, ClientParts
+    from llmnode.core.span import Span
     from llmnode.models.text.tokenizer import Tokenizer
 
 EMBEDDED_BLOCKS = 30
@@ -49,24 +61,49 @@ async def demo(config: DemoConfig) -> None:
     started_s = time.perf_counter()
     spans = split_evenly(EMBEDDED_BLOCKS, config.servers)
     console = open_console(stderr=True)
-    with single_error(), Live(console=console, auto_refresh=False) as live:
+    live = Live(console=console, auto_refresh=False) if console.is_terminal else None
+    lines = ServerLines()
 
-        def draw(servers: Sequence[ServerProcess]) -> None:
-            live.update(_table(servers), refresh=console.is_terminal)
+    def draw(servers: Sequence[ServerProcess]) -> None:
+        if live is not None:
+            live.update(_table(servers), refresh=True)
+        else:
+            lines.tell(servers)
 
+    with single_error(), live or nullcontext():
+        if live is None:
+            tell(f"starting {counted(config.servers, 'server')} on this machine, and loading the client's part")
         async with private_swarm(spans, threads=config.threads, on_change=draw) as servers:
             draw(servers)
             # Torch and libp2p take seconds to import: the servers do the same meanwhile.
             parts = await trio.to_thread.run_sync(_load_parts, config.threads, abandon_on_cancel=True)
             await all_ready(servers)
-            live.stop()
-            if not console.is_terminal:
-                console.line()  # Live ends its last picture without one
+            if live is not None:
+                live.stop()
+            else:
+                tell("all servers are ready, and the client connects to them")
             async with trio.open_nursery() as nursery:
                 for server in servers:
                     nursery.start_soon(_raise_when_ended, server)
                 await _generate(config, servers, parts, started_s)
                 nursery.cancel_scope.cancel()
+
+
+class ServerLines:
+    """The lines about servers where there is no terminal to draw them in: each state of a server once.
+
+    That one has ended is an error, or in order, and others tell it.
+    """
+
+    def __init__(self) -> None:
+        self._told: dict[Span, str] = {}
+
+    def tell(self, servers: Sequence[ServerProcess]) -> None:
+        for server in servers:
+            if server.state not in (ENDED, self._told.get(server.span, STARTING)):
+                self._told[server.span] = server.state
+                peer = f", peer {server.peer}" if server.state == READY else ""
+                tell(f"blocks {server.span}: {server.state}{peer}")
 
 
 def _load_parts(threads: int | None) -> ClientParts:
@@ -158,6 +195,6 @@ def _table(servers: Sequence[ServerProcess]) -> Table:
     for column in ("blocks", "peer", "pid", "state"):
         table.add_column(column)
     for server in servers:
-        style = {"ready": "green", "ended": "red"}.get(server.state, "yellow")
+        style = {READY: "green", ENDED: "red"}.get(server.state, "yellow")
         table.add_row(str(server.span), server.peer or "-", str(server.pid), f"[{style}]{server.state}[/]")
     return table

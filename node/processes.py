@@ -28,6 +28,7 @@ STOP_TIMEOUT_S = 5.0
 READOUT_TIMEOUT_S = 30.0
 """A busy machine, and no more."""
 _KEPT_LINES = 40
+STARTING, READY, ENDED = "starting", "ready", "ended"
 LLMNODE = ("-m", "llmnode.node")
 
 
@@ -41,7 +42,7 @@ class ServerProcess:
 
     span: Span
     process: trio.Process
-    state: str = "starting"
+    state: str = STARTING
     peer: str = ""
     address: str = ""
     listening: str = ""
@@ -156,7 +157,7 @@ async def _watch(server: ServerProcess, on_change: Callable[[], None]) -> None:
             for line in lines:
                 _note(server, json.loads(line))
                 on_change()
-    server.state = "ended"
+    server.state = ENDED
     server.ready.set()
     on_change()
 
@@ -166,7 +167,7 @@ def _note(server: ServerProcess, event: dict[str, Any]) -> None:  # Any: JSON
         server.readout = event
         server.read.set()
     elif event["event"] == "ready":
-        server.state = "ready"
+        server.state = READY
         server.peer = event["peer"]
         server.address = event["addresses"][0]
         server.listening = event["listening"][0]

@@ -88,6 +88,11 @@ def test_json_is_one_object_on_the_last_line(temp: Path) -> None:
     assert 1 <= len(summary["token_ids"]) <= 8
     assert summary["text"]
     assert summary["text"] in done.stderr
+    first, *others = done.stderr.splitlines()
+    assert first.startswith("llmnode: starting 2 servers on this machine")
+    for server in summary["servers"]:
+        start, end = server["blocks"]
+        assert f"llmnode: blocks [{start}, {end}): ready, peer {server['peer']}" in others
     assert summary["tokens_per_s"] > 0
     assert summary["time_to_first_token_s"] > 0
     assert summary["client_pss_mib"] > 200
