@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 LEAST_COLUMNS = 40
 """Below which nothing is laid out: a terminal of 0 columns, as some say that they have, would show nothing."""
+_IN_ASCII = str.maketrans("█·╳→…⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏", "#.x>~" + "|/-\\" * 2 + "|/")
+"""The characters of our drawings, and of rich's turning sign, each with one for a terminal that has only ASCII."""
 _STEERING = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[78]")
 
 
@@ -239,7 +241,7 @@ def open_console(*, stderr: bool, **options: Any) -> Console:  # Any: rich's own
 
     class Screen(Console):
         def _render_buffer(self, buffer: Iterable[Segment]) -> str:
-            return super()._render_buffer(map(_cleaned, buffer))
+            return super()._render_buffer(_cleaned(each, self.encoding) for each in buffer)
 
     file: Any = _Steered("stderr" if stderr else "stdout")  # Any: rich uses this much of a file
     console = Screen(file=file, stderr=stderr, **options)
@@ -248,12 +250,20 @@ def open_console(*, stderr: bool, **options: Any) -> Console:  # Any: rich's own
     return console
 
 
-def _cleaned(segment: Segment) -> Segment:
-    """A part of a picture, with text that is `visible` and without a link: the address of one is not shown."""
+def _cleaned(segment: Segment, encoding: str) -> Segment:
+    """A part of a picture, with text that is `visible` and without a link: the address of one is not shown.
+
+    Where the `encoding` has no characters for a drawing, others stand for them.
+    """
     if segment.control:
         return segment
     style = segment.style.update_link(None) if segment.style is not None else None
-    return segment._replace(text=visible(segment.text), style=style)
+    text = visible(segment.text)
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        text = text.translate(_IN_ASCII)
+    return segment._replace(text=text, style=style)
 
 
 def _is_begun(stream: TextIO) -> bool:

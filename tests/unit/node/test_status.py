@@ -201,6 +201,19 @@ def test_the_table_of_what_servers_do_now_is_not_cut_short(columns: int) -> None
     ]
 
 
+@pytest.mark.parametrize(("encoding", "full", "hole"), [("utf-8", "██··", "··╳╳"), ("ascii", "##..", "..xx")])
+def test_the_map_of_blocks_is_drawn_in_the_characters_that_stdout_has(encoding: str, full: str, hole: str) -> None:
+    model = looked_at(1.0, {"A": 1}, Span(0, 15))
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    with streams(stdout, io.StringIO()):
+        _show([model])
+        stdout.flush()
+    assert isinstance(stdout.buffer, io.BytesIO)
+    shown = stdout.buffer.getvalue().decode(encoding)
+    assert f" {full} " in shown and f" {hole}" in shown
+    assert "\\u" not in shown
+
+
 def test_each_look_is_drawn_whole_where_stdout_is_no_terminal() -> None:
     first, then = (looked_at(float(at_s), dict.fromkeys("ABC", 10 * at_s), *SPANS) for at_s in (1, 2))
     console = Console(width=80, file=(out := io.StringIO()), color_system=None)
