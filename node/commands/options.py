@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 from llmnode.core.model import AUTO, DTYPES, EXACT, KV_DTYPES, QUANTS, PrecisionWish
 from llmnode.core.texts.log_lines import log_to
 from llmnode.errors import ConfigError
+from llmnode.machine.threads import usable_cores
 from llmnode.node import values
 from llmnode.node.commands.joining import FIND, add_mdns, add_peers, model_and_way_in, way_in
 from llmnode.node.generate import DEFAULT_NEW_TOKENS
@@ -327,8 +328,16 @@ class _Told(logging.Handler):
 
 
 def threads(arguments: argparse.Namespace) -> int | None:
-    """--threads, None for torch's own choice. Raises ConfigError."""
-    return None if arguments.threads is None else at_least_one(arguments.threads, "--threads", MOST_THREADS)
+    """--threads, None for torch's own choice. Warns of more than there are cores. Raises ConfigError."""
+    if arguments.threads is None:
+        return None
+    asked, cores = at_least_one(arguments.threads, "--threads", MOST_THREADS), usable_cores()
+    if asked > cores:
+        tell(
+            f"warning: --threads {asked} is more than the cores that this process may use ({cores}), "
+            f"so that each forward takes longer: give at most {cores}, or leave it out"
+        )
+    return asked
 
 
 def access(arguments: argparse.Namespace) -> Access:
