@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING, NoReturn
 
 from llmnode.errors import ConfigError, LlmnodeError, single_error
-from llmnode.machine.cache_folder import cache_folder
+from llmnode.machine.cache_folder import TORCH_CACHE, cache_folder
 from llmnode.models.sources.online import keep_libraries_offline
 from llmnode.node.commands import (
     adapters,
@@ -120,7 +120,7 @@ def settle_libraries() -> None:
     for name, value in {
         "HF_HUB_VERBOSITY": "error",
         "OMP_WAIT_POLICY": "PASSIVE",  # idle threads must sleep, not spin: several nodes share a machine's cores
-        "TORCHINDUCTOR_CACHE_DIR": str(cache_folder("torchinductor")),  # else a folder in /tmp, left behind
+        "TORCHINDUCTOR_CACHE_DIR": str(cache_folder(TORCH_CACHE)),  # else a folder in /tmp, left behind
         "TQDM_DISABLE": "1",  # libraries' own progress bars would tear ours
         "TRANSFORMERS_VERBOSITY": "error",  # it warns of flags that the model's own files hold
     }.items():

@@ -21,7 +21,7 @@ from llmnode.core.peers.nat import Reached
 from llmnode.core.policy import ClientPolicy, LinkPolicy, ReachPolicy, SwarmPolicy
 from llmnode.core.span import Span
 from llmnode.errors import ConfigError, ModelError, PeerError, PeerRefused, single_error
-from llmnode.machine.cache_folder import cache_folder, show_bytes
+from llmnode.machine.cache_folder import TORCH_CACHE, cache_folder, show_bytes
 from llmnode.machine.startup import collection_paused
 from llmnode.machine.threads import usable_cores
 from llmnode.node.findings import (
@@ -127,9 +127,11 @@ def check_disk(cache: Path) -> Finding:
     existing = next(folder for folder in (cache, *cache.parents) if folder.exists())
     elsewhere = "set LLMNODE_CACHE to a folder of yours on a disk with free space"
     if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
-        return Finding(
-            "disk", BLOCKER, f"the cache {cache} cannot be written: {existing} is not yours to write", elsewhere
-        )
+        text = f"the cache {cache} cannot be written: {existing} is not yours to write"
+        if (cache / TORCH_CACHE).is_dir():
+            lost = "downloads, converted models, measured speeds and known peers are not kept"
+            return Finding("disk", WARNING, f"{text}; {lost}", elsewhere)
+        return Finding("disk", BLOCKER, f"{text}, and torch has no folder there ({TORCH_CACHE})", elsewhere)
     free = shutil.disk_usage(existing).free
     text = f"the cache {cache} has {show_bytes(free)} free"
     return Finding("disk", WARNING, text, elsewhere) if free < SPARE_DISK_BYTES else Finding("disk", OK, text)

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 CACHE = "LLMNODE_CACHE"
 """The variable of the environment that moves it."""
+TORCH_CACHE = "torchinductor"
+"""The folder in it that torch needs, even if there is nothing to be compiled."""
 
 
 def cache_folder(*parts: str) -> Path:
