@@ -63,7 +63,8 @@ def _writable(file: Path) -> Path:
         elif file.is_dir():
             raise IsADirectoryError(None, "Is a directory")
     except OSError as error:
-        raise ConfigError(f"--receipts {file}: cannot be written ({error.strerror})") from error
+        fix = "name another file" if file.parent.is_dir() else f"make the folder {file.parent}, or name another file"
+        raise ConfigError(f"--receipts {file}: cannot be written ({error.strerror}): {fix}") from error
     if not was_there:
         with suppress(OSError):
             file.unlink()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import lru_cache
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from llmnode.core.ids import PeerId
+
+log = logging.getLogger(__name__)
 
 _SEED_BYTES = 32
 
@@ -98,7 +101,7 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def _make(path: Path) -> None:
-    """Whole or not at all."""
+    """Whole or not at all. It is told: a mistyped path would change the peer id without a word."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -107,6 +110,7 @@ def _make(path: Path) -> None:
     except OSError:  # as on a full disk
         path.unlink()
         raise
+    log.warning("made a new identity, kept in %s: the peer id is new, and the same from now on", path)
 
 
 def _lock(file: BinaryIO, path: Path) -> None:

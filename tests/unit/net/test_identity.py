@@ -72,6 +72,17 @@ def test_a_file_is_for_one_node_at_a_time_and_free_after_it(tmp_path: Path) -> N
         assert again == first
 
 
+def test_a_new_identity_is_told_with_its_path_and_one_that_was_there_is_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "no" / "such" / "node.key"
+    with open_identity(path):
+        (told,) = caplog.records
+        assert f"made a new identity, kept in {path}" in told.getMessage()
+    with open_identity(path):
+        assert len(caplog.records) == 1
+
+
 def test_who_else_uses_it_is_named(tmp_path: Path) -> None:
     path = tmp_path / "node.key"
     code = (

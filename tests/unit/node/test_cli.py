@@ -7,12 +7,15 @@ import os
 import signal
 import subprocess
 import sys
+from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from llmnode.machine.threads import usable_cores
 from llmnode.node.cli import main
 from llmnode.node.commands import bench
+from llmnode.node.commands.options import threads
 from llmnode.node.settings import NO_OPTIONS, variable_of
 
 if TYPE_CHECKING:
@@ -126,7 +129,7 @@ def test_a_benchmark_gets_every_word_after_bench(monkeypatch: pytest.MonkeyPatch
         (["generate", "--peers", PEER, "--samples", "0"], "--samples 0: give at least 1"),
         (["generate", "--peers", PEER, "--at-once", "0"], "--at-once 0: give at least 1"),
         (["generate", "--peers", PEER, "--samples", "2", "--receipts", "/x"], "--receipts is of one session"),
-        (["generate", "--peers", PEER, "--receipts", "/nowhere/x"], "--receipts /nowhere/x: cannot be written"),
+        (["generate", "--peers", PEER, "--receipts", "/nowhere/x"], "make the folder /nowhere, or name another"),
         (["generate", "--peers", PEER, "--model", "/nowhere"], "is neither HuggingFaceTB/"),
         (["chat", "--peers", PEER, "--only-peers", "4ESy"], "argument --only-peers: '4ESy' is no peer id: give those"),
         (["generate", "--peers", PEER, "--not-peers", "/ip4/10.0.0.1"], "argument --not-peers: '/ip4/10.0.0.1' is not"),
@@ -160,6 +163,16 @@ def test_a_wrong_argument_is_one_line_that_names_the_fix(
     assert line.startswith("llmnode: ")
     assert fix in line
     assert all(note.startswith("llmnode: converting ") for note in notes), "which is done once on a machine"
+
+
+def test_more_threads_than_cores_are_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
+    cores = usable_cores()
+    for asked in (None, cores):
+        assert threads(Namespace(threads=asked)) == asked
+    assert capsys.readouterr().err == ""
+    assert threads(Namespace(threads=cores + 1)) == cores + 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"--threads {cores + 1} is more than the cores that this process may use ({cores})" in line
 
 
 def test_a_warning_is_told_once_whatever_libraries_log() -> None:
