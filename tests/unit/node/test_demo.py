@@ -1,4 +1,4 @@
-"""What `llmnode demo` says about its servers where there is no terminal."""
+"""`llmnode demo` says in lines what its servers do where there is no terminal."""
 
 from __future__ import annotations
 
