@@ -95,7 +95,7 @@ async def test_other_tasks_run_between_some_entries_of_the_fullest_frame(
 ) -> None:
     steps, read = Steps(), PackedEntries.next
 
-    def noted(entries: PackedEntries, most_bytes: int) -> memoryview:
+    def noted(entries: PackedEntries, most_bytes: int) -> object:
         steps.note()
         return read(entries, most_bytes)
 

@@ -146,10 +146,12 @@ class ViewExchange:
     async def _newer(self, payload: Buffer, version: int | None) -> bytes:
         """To find, to list and to pack thousands takes milliseconds each: other tasks have their turns between."""
         theirs = await with_pauses(unpack_sequences(payload, self.policy))
-        lacked = self.view.lacks(theirs)
-        await trio.lowlevel.checkpoint()
+        lacked, is_large = self.view.lacks(theirs), len(self.view) >= self.policy.digest_peers
+        if is_large:
+            await trio.lowlevel.checkpoint()
         forms = forms_for(version, self.view.newer_than(theirs), theirs)
-        await trio.lowlevel.checkpoint()
+        if is_large:
+            await trio.lowlevel.checkpoint()
         return pack_news(forms, lacked, self.policy)
 
     def _differing(self, payload: Buffer) -> bytes:
@@ -168,7 +170,6 @@ async def with_pauses(parts: Generator[None, None, T]) -> T:
         try:
             next(parts)
         except StopIteration as end:
-            await trio.lowlevel.checkpoint()
             result: T = end.value
             return result
         await trio.lowlevel.checkpoint()

@@ -197,16 +197,19 @@ def unpack_sequences(payload: Buffer, policy: SwarmPolicy) -> Generator[None, No
     """In parts, after each of which other tasks may have their turn. Raises RemoteProtocolError."""
     sequences: dict[PeerId, int] = {}
     with _reading(payload, policy, "VIEW"):
-        entries = PackedEntries(payload)
-        for number in range(entries.begin_map(2 * policy.view_peers)):
-            peer = _unpacked(entries.next(_PEER_ID_CHARACTERS + _PACKED_BYTES))
-            sequence = _unpacked(entries.next(_NUMBER_BYTES))
-            if not _is_peer_id(peer) or type(sequence) is not int or sequence < 0:
-                raise ValueError("no map of peers and sequence numbers")
-            sequences[peer] = sequence
+        entries = PackedEntries(payload, 2 * policy.view_peers, is_map=True)
+        for number in range(entries.length):
+            peer = entries.next(_PEER_ID_CHARACTERS + _PACKED_BYTES)
+            sequence = entries.next(_NUMBER_BYTES)
+            if type(peer) is not str or not 0 < len(peer) <= _PEER_ID_CHARACTERS:
+                raise ValueError("a key is no peer id")
+            if type(sequence) is not int or sequence < 0:
+                raise ValueError("a value is no sequence number")
+            sequences[PeerId(peer)] = sequence
             if (number + 1) % ENTRIES_AT_ONCE == 0:
                 yield
-        entries.end()
+        if entries.tell() != len(payload):
+            raise ValueError("more than was to come")
     return sequences
 
 
@@ -233,28 +236,26 @@ def unpack_news(payload: Buffer, policy: SwarmPolicy) -> Generator[None, None, N
     wanted: list[PeerId] = []
     most, most_bytes = 2 * policy.view_peers, policy.announcement_bytes + _SIGNATURE_BYTES + _PACKED_BYTES
     with _reading(payload, policy, "NEWS"):
-        entries = PackedEntries(payload)
-        if entries.begin_list(2) != 2:
+        entries = PackedEntries(payload, 2)
+        if entries.length != 2:
             raise ValueError("no pair of lists")
         for number in range(entries.begin_list(most)):
-            pairs.append(_checked_pair(_unpacked(entries.next(most_bytes)), policy))
+            pairs.append(_checked_pair(entries.next(most_bytes), policy))
             if (number + 1) % ENTRIES_AT_ONCE == 0:
                 yield
         for number in range(entries.begin_list(most)):
-            if not _is_peer_id(peer := _unpacked(entries.next(_PEER_ID_CHARACTERS + _PACKED_BYTES))):
+            peer = entries.next(_PEER_ID_CHARACTERS + _PACKED_BYTES)
+            if type(peer) is not str or not 0 < len(peer) <= _PEER_ID_CHARACTERS:
                 raise ValueError("asks for what is no peer id")
-            wanted.append(peer)
+            wanted.append(PeerId(peer))
             if (number + 1) % ENTRIES_AT_ONCE == 0:
                 yield
-        entries.end()
+        if entries.tell() != len(payload):
+            raise ValueError("more than was to come")
     return News(pairs, wanted)
 
 
-def _unpacked(entry: memoryview) -> Any:  # Any: what a peer sends is not known yet
-    return msgpack.unpackb(entry, raw=False, max_map_len=0, max_ext_len=0)
-
-
-def _checked_pair(pair: Any, policy: SwarmPolicy) -> tuple[bytes, bytes]:  # Any: likewise
+def _checked_pair(pair: Any, policy: SwarmPolicy) -> tuple[bytes, bytes]:  # Any: what a peer sends is not known yet
     if not isinstance(pair, list) or len(pair) != 2 or not all(type(part) is bytes for part in pair):
         raise ValueError("an announcement is no pair of body and signature")
     body, signature = pair
@@ -272,7 +273,3 @@ def _reading(payload: Buffer, policy: SwarmPolicy, what: str) -> Iterator[None]:
         yield
     except (ValueError, msgpack.UnpackException) as error:  # msgpack documents both
         raise RemoteProtocolError(f"{what}: {str(error) or type(error).__name__}") from error
-
-
-def _is_peer_id(value: object) -> bool:
-    return type(value) is str and 1 <= len(value) <= _PEER_ID_CHARACTERS
