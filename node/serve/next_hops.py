@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from llmnode.core.peers.bans import Bans
+from llmnode.core.rates import Rates
 from llmnode.errors import ConfigError, PeerError, PeerRefused, PeerUnreachable
 from llmnode.wire.messages import RefusalCode
 
@@ -33,15 +35,21 @@ class NextHops:
         """`addresses` are those of a peer that serves the same model, None for any other peer."""
         self.numbers = count(1)
         """Each right to push has one of its own (`push_right.py`)."""
+        self.pushes: Counter[str] = Counter()
+        """The pushes that sessions have made since the last question, by the address groups of their clients."""
         self._pool = pool
         self._addresses = addresses
         self._policy = policy
+        self._sought = Rates(policy.hops_sought_burst, policy.hops_sought_per_s)
+        self._rights = Rates(policy.rights_burst, policy.rights_per_s)
         self._unreached = Bans(policy.redial_s, policy.longest_redial_s)
         self._asking: dict[PeerId, trio.Event] = {}
         self._answered: dict[PeerId, tuple[PeerConnection, float]] = {}
 
-    async def find(self, peer: PeerId, since_s: float, *, again: bool) -> PeerConnection:
+    async def find(self, peer: PeerId, group: str, since_s: float, *, again: bool) -> PeerConnection:
         """Any open connection to `peer`; with `again`, one over which the peer has answered after `since_s`.
+
+        `group` is the address group of the client that asks. Others find their next hops, however many it names.
 
         Raises PeerRefused if there is none, always in the same words, and after times that do not depend on the cause:
         a client must not learn what is at an address that it has announced. A peer that could not be reached is not
@@ -55,14 +63,28 @@ class NextHops:
         if self._unreached.is_banned(peer, trio.current_time()):
             raise no_next_hop(peer)
         if peer not in self._asking:
+            is_new = self._known(pool, peer, None) is None
+            if is_new and not self._sought.take(group, trio.current_time()):
+                raise no_next_hop(peer)
             self._asking[peer] = trio.Event()
-            pool.start_soon(partial(self._ask, pool, peer))
+            pool.start_soon(partial(self._ask, pool, peer, group if is_new else None))
         if not again:
             with trio.move_on_after(self._policy.dial_patience_s):
                 await self._asking[peer].wait()
             if (connection := self._known(pool, peer, since_s)) is not None:
                 return connection
         raise no_next_hop(peer)
+
+    def may_ask(self, group: str) -> bool:
+        """Whether a next hop may be asked for a right to push now, for a client of this address group.
+
+        The next hop looks at a limited number of questions of this server, over the links that all pushes go over.
+        """
+        now_s = trio.current_time()
+        for each, pushes in self.pushes.items():
+            self._rights.give_back(each, now_s, pushes)
+        self.pushes.clear()
+        return self._rights.take(group, now_s)
 
     def _known(self, pool: ConnectionPool, peer: PeerId, since_s: float | None) -> PeerConnection | None:
         """A connection with an answer after `since_s`; any open one if that is None."""
@@ -71,10 +93,10 @@ class NextHops:
         connection, answered_s = self._answered.get(peer, (None, 0.0))
         return connection if connection is not None and answered_s >= since_s and not connection.has_ended else None
 
-    async def _ask(self, pool: ConnectionPool, peer: PeerId) -> None:
+    async def _ask(self, pool: ConnectionPool, peer: PeerId, group: str | None) -> None:
         """Ask the peer something: an open connection may be dead.
 
-        A failure takes the whole time, whatever the cause.
+        A failure takes the whole time, whatever the cause. It counts for the address group, if one is given.
         """
         self._answered = {each: way for each, way in self._answered.items() if not way[0].has_ended}
         timeout_s = self._policy.connect_timeout_s
@@ -87,6 +109,8 @@ class NextHops:
                     connection = await pool.connect(addresses)
                     await connection.best.describe(timeout_s)
                     self._answered[peer] = connection, trio.current_time()
+                    if group is not None:
+                        self._sought.give_back(group, trio.current_time())
                     return
                 except (PeerError, ConfigError) as error:  # the peer's address is wrong, not the user's
                     log.debug("no next hop peer=%s: %s", peer, error)

@@ -19,7 +19,7 @@ from llmnode.wire.messages import Refusal, RefusalCode, pack, unpack
 from llmnode.wire.push_messages import PushLimit
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from llmnode.core.ids import SessionId
     from llmnode.swarm.peer_connection import PeerConnection
@@ -29,11 +29,18 @@ class PushRight:
     """Its methods raise PeerError if the connection has ended."""
 
     def __init__(
-        self, connection: PeerConnection, session: SessionId, numbers: Iterator[int], patience_s: float, pause_s: float
+        self,
+        connection: PeerConnection,
+        session: SessionId,
+        numbers: Iterator[int],
+        patience_s: float,
+        pause_s: float,
+        may_ask: Callable[[], bool],
     ) -> None:
         """`numbers` are those of all rights of this server. A right is waited for `patience_s` at most.
 
-        A next hop that is too busy for the question is asked again after `pause_s`.
+        A next hop that is too busy for the question is asked again after `pause_s`. So is one that the client may not
+        have asked now: `may_ask` says so, and counts the question.
         """
         self.connection = connection
         self.session = session
@@ -41,12 +48,13 @@ class PushRight:
         self._number = Step(next(numbers))
         self._patience_s = patience_s
         self._pause_s = pause_s
+        self._may_ask = may_ask
         self._credit = PushCredit()
         self._asked = Epoch(-1), 0
         self._is_needed = True
         self._is_refused = False
         self._is_slow = False  # the link of the next hop has not taken the last question
-        self._asks_again_s = -math.inf  # the next hop was too busy for the last question
+        self._asks_again_s = -math.inf  # the next hop was too busy for the last question, or it was one too many
         self._way: PeerConnection | None = None
         self._news = trio.Event()
 
@@ -90,7 +98,10 @@ class PushRight:
         if self._way is None:
             self._way = self.connection.best
             self._way.listen(self.session, self._hear, self._wake)
-        await self._say_wanted(epoch, self._limit_bytes(epoch, size_bytes))
+        if self._may_ask():
+            await self._say_wanted(epoch, self._limit_bytes(epoch, size_bytes))
+        else:
+            self._asks_again_s = trio.current_time() + self._pause_s
 
     def _is_asked(self, epoch: Epoch, size_bytes: int) -> bool:
         """Whether the right is there, or asked for, over the best connection."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING
 
 import trio
@@ -26,8 +27,10 @@ log = logging.getLogger(__name__)
 class Receiver:
     """At first there is none."""
 
-    def __init__(self, served: ServedSpan) -> None:
+    def __init__(self, served: ServedSpan, group: str) -> None:
+        """`group` is the address group of the session's client."""
         self._served = served
+        self._group = group
         self._right: PushRight | None = None
         self._relayed = RelayBudget(served.policy.relayed)
         self._asked_s: float | None = None  # since when a next hop is asked for that was not found
@@ -41,9 +44,10 @@ class Receiver:
             if not request.again or self._asked_s is None:
                 self._asked_s = trio.current_time()
             peer, hops = PeerId(request.receiver), self._served.next_hops
-            connection = await hops.find(peer, self._asked_s, again=request.again)
+            connection = await hops.find(peer, self._group, self._asked_s, again=request.again)
             session, policy = SessionId(request.receiver_session), self._served.policy
-            self._right = PushRight(connection, session, hops.numbers, policy.push_patience_s, policy.push_again_s)
+            patience_s, may_ask = policy.push_patience_s, partial(hops.may_ask, self._group)
+            self._right = PushRight(connection, session, hops.numbers, patience_s, policy.push_again_s, may_ask)
             self._asked_s = None
             await self.prepare(epoch, 0)
 
@@ -68,6 +72,7 @@ class Receiver:
         except PeerError as error:
             self._give_up(error)
             return False
+        self._served.next_hops.pushes[self._group] += 1
         return True
 
     def close(self) -> None:

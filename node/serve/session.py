@@ -102,7 +102,7 @@ class ServerSession:
         self._signer = ReceiptSigner(served.network, link, terms.span, profile)
         self._outputs = PayloadLog(terms.form) if terms.keep_outputs else None
         """The results of all positions in the KV."""
-        self._receiver = Receiver(served)
+        self._receiver = Receiver(served, link.group)
         self._quiet = False
         self._large_positions = IN_THREAD_BYTES // (FP32_BYTES * terms.form.hidden_size)
         opened = pack(Opened(self._signer.nonce)) if self._signer.nonce else b""

@@ -159,11 +159,15 @@ class NextHops:
 
     def __init__(self, answers: Counter[str]) -> None:
         self.numbers = count(1)
+        self.pushes: Counter[str] = Counter()
         self.answers = answers
         self.rng = random.Random("next hop")
         self.found: list[NextHop] = []
 
-    async def find(self, peer: PeerId, since_s: float, *, again: bool) -> NextHop:
+    def may_ask(self, _group: str) -> bool:
+        return self.rng.random() < 0.9
+
+    async def find(self, peer: PeerId, _group: str, _since_s: float, *, again: bool) -> NextHop:
         await trio.lowlevel.checkpoint()
         if peer != RECEIVER or again:
             raise no_next_hop(peer)

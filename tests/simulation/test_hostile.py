@@ -14,9 +14,11 @@ from llmnode.testing import Conditions, open_world, peer_named, seeds, simulated
 from llmnode.testing.hostile import (
     ALL_ROLES,
     OPENS_WITHIN_S,
+    HoleNamer,
     HostilePlan,
     HostileRole,
     KvHog,
+    RightsAsker,
     ViewStuffer,
     check_dials,
     check_memory,
@@ -47,7 +49,7 @@ async def survive(plan: HostilePlan, seed: int, opens_within_s: float = SESSION_
         check_dials(world.internet.dials, plan.identities, LINKS.dials)
 
 
-@pytest.mark.parametrize("kind", ALL_ROLES)
+@pytest.mark.parametrize("kind", [*ALL_ROLES, HoleNamer, RightsAsker])  # the seeds of others have none of these two
 @pytest.mark.parametrize("seed", seeds(5))
 @simulated
 async def test_honest_sessions_end_well_beside(kind: type[HostileRole], seed: int) -> None:

@@ -12,7 +12,7 @@ from llmnode.core.policy import RoutePolicy, SwarmPolicy
 from llmnode.core.span import Span
 from llmnode.errors import PeerError, PeerTimeout, single_error
 from llmnode.testing import Conditions, open_world, simulated
-from llmnode.testing.hostile.clients import _announced
+from llmnode.testing.hostile.clients import announced
 from llmnode.testing.network import MemoryNetwork, peer_named
 from llmnode.wire.announcement import pack_news
 from llmnode.wire.frame import Frame, FrameType
@@ -75,7 +75,7 @@ def inventing(world: World) -> Tamper:
         for number in range(INVENTED)
     ]
     world.internet.black_holes.update(address for each in servers for address in each.addresses)
-    payload = pack_news([_announced(world, each, each.addresses).signed for each in servers], [], SwarmPolicy())
+    payload = pack_news([announced(world, each, each.addresses).signed for each in servers], [], SwarmPolicy())
 
     def invent(_peer: PeerId, frame: Frame) -> Iterable[Frame]:
         return [replace(frame, payload=payload) if frame.type is FrameType.NEWS else frame]

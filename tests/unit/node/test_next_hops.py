@@ -10,9 +10,10 @@ import pytest
 import trio
 
 from llmnode.core.ids import PeerId
-from llmnode.core.policy import LinkPolicy, ServePolicy
+from llmnode.core.policy import BudgetPolicy, DialPolicy, LinkPolicy, ServePolicy
 from llmnode.errors import ConfigError, PeerRefused
 from llmnode.net.addresses import LISTEN_ANY_LOOPBACK
+from llmnode.net.dialling import SHARE_OF_STRANGERS
 from llmnode.net.host import open_network
 from llmnode.node.serve.next_hops import NextHops
 from llmnode.swarm.pool import open_pool
@@ -95,8 +96,30 @@ async def test_no_next_hop_is_one_answer_at_one_time_whatever_the_cause(
         assert LIAR not in hops._asking, "it is left alone for a while"
 
 
+@in_trio
+async def test_a_server_looks_for_few_next_hops_of_one_address_group_and_for_those_of_others() -> None:
+    """The answers are the same, whether it looks or not."""
+    policy = ServePolicy(connect_timeout_s=0.6, dial_patience_s=0.01, hops_sought_burst=2, hops_sought_per_s=1e-6)
+    async with open_network([], LinkPolicy()) as network, open_pool(network) as pool:
+        hops = NextHops(pool, lambda _peer: None, policy)
+        for number, group in enumerate(("one", "one", "one", "other")):
+            with pytest.raises(PeerRefused, match="no connection to the next hop"):
+                await hops.find(PeerId(f"hole {number}"), group, 0.0, again=True)
+        assert [*hops._asking] == ["hole 0", "hole 1", "hole 3"]
+
+
+def test_one_address_group_has_no_more_than_a_part_of_the_dials_and_of_the_questions_before_pushes() -> None:
+    serve, dials, budget = ServePolicy(), DialPolicy(), BudgetPolicy()
+    under_way = serve.hops_sought_burst + serve.hops_sought_per_s * serve.connect_timeout_s
+    assert under_way <= 0.6 * SHARE_OF_STRANGERS * budget.dials
+    assert serve.hops_sought_burst <= dials.burst / 4
+    assert serve.hops_sought_per_s <= dials.per_s / 4
+    assert serve.rights_burst <= serve.wants.burst / 2
+    assert serve.rights_per_s <= serve.wants.per_s / 2
+
+
 async def refused(hops: NextHops, since_s: float, *, again: bool) -> tuple[str, float | None]:
     with pytest.raises(PeerRefused) as caught:
-        await hops.find(LIAR, since_s, again=again)
+        await hops.find(LIAR, "group", since_s, again=again)
     assert caught.value.code == RefusalCode.CANNOT_FORWARD
     return caught.value.reason, caught.value.retry_after_s

@@ -21,7 +21,7 @@ from llmnode.wire.push_messages import PushLimit
 from llmnode.wire.refusal import refusal_of
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
 SESSION = SessionId(b"s" * 16)
 DELAY_S = 0.05
@@ -31,13 +31,13 @@ EPOCH = Epoch(3)
 
 
 @asynccontextmanager
-async def a_right() -> AsyncIterator[tuple[PushRight, MemoryLink]]:
+async def a_right(may_ask: Callable[[], bool] = lambda: True) -> AsyncIterator[tuple[PushRight, MemoryLink]]:
     """The right, and the link of the next hop, which the test answers for."""
     async with open_internet(Conditions(delay_s=DELAY_S)) as internet:
         near, far = internet.network("near"), internet.network("far")
         link = await near.dial(far.addresses[0])
         async with far.accept() as hop, open_connection(link) as connection:
-            yield PushRight(connection, SESSION, count(1), PATIENCE_S, PAUSE_S), hop
+            yield PushRight(connection, SESSION, count(1), PATIENCE_S, PAUSE_S, may_ask), hop
 
 
 def grant(want: Frame, limit_bytes: int) -> Frame:
@@ -184,3 +184,19 @@ async def test_a_push_that_was_refused_ends_them() -> None:
         )
         await trio.sleep(2 * PAUSE_S)
         assert not await right.get(EPOCH, 500)
+
+
+@simulated
+async def test_nothing_is_asked_that_the_client_may_not_have_asked_and_after_a_pause_it_is() -> None:
+    allowed = iter([False, True])
+    async with a_right(lambda: next(allowed)) as (right, hop), trio.open_nursery() as nursery:
+        began_s = trio.current_time()
+        for _ in range(3):
+            assert not await right.get(EPOCH, 500)
+        assert trio.current_time() == began_s, "the result goes by way of the client at once"
+        await trio.sleep(PAUSE_S)
+        nursery.start_soon((getting := Getting()).run, right)
+        want = await hop.receive()
+        await hop.send(grant(want, 500))
+        await trio.sleep(1)
+        assert getting.is_allowed

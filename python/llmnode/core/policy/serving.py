@@ -225,7 +225,12 @@ class ServePolicy:
     push_patience_s: float = 1.0
     """A result waits this long for the right to be pushed. Then it goes by way of the client."""
     push_again_s: float = 2.0
-    """A next hop that has no memory for the question before a push is asked again after this time."""
+    """A next hop that has no memory for the question before a push is asked again after this time. So it is by a client
+    whose address group has had too many questions asked."""
+    rights_burst: int = 512
+    """A server asks next hops for this many rights at once, for clients of one address group: half of what they answer
+    at once (`wants`). Each push that was made gives one back."""
+    rights_per_s: float = 8.0
     late_push_bytes: int = 64 << 20
     """A peer is excused this much of pushes that came after its right was over."""
     probe_bytes: int = 1 << 18
@@ -248,6 +253,11 @@ class ServePolicy:
     dial_patience_s: float = 0.5
     """A session waits this long, some round trips, for the connection to its next hop. Until the connection is there,
     the client passes results between the two hops."""
+    hops_sought_burst: int = 12
+    """Next hops that a server looks for at once, for clients of one address group, and has no connection to. It dials
+    24 addresses of strangers at the same time, and 64 at once (`DialPolicy`). Those that are reached do not count."""
+    hops_sought_per_s: float = 0.5
+    """Then it looks for one this often. A client passes results on where it does not."""
     redial_s: float = 2.0
     """A next hop that could not be reached, for example behind a NAT, is not dialled again for this long. The pause
     doubles each time."""

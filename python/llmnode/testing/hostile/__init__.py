@@ -9,6 +9,7 @@ from llmnode.testing.hostile.laws import (
     check_sessions_end_well,
     held_bytes,
 )
+from llmnode.testing.hostile.next_hops import HoleNamer, RightsAsker
 from llmnode.testing.hostile.plan import ALL_ROLES, CLIENTS, SERVERS, HostilePlan
 from llmnode.testing.hostile.role import HostileRole
 from llmnode.testing.hostile.servers import (
@@ -33,6 +34,7 @@ __all__ = [
     "Flooder",
     "Framer",
     "GarbagePusher",
+    "HoleNamer",
     "HostilePlan",
     "HostileRole",
     "HostileServers",
@@ -41,6 +43,7 @@ __all__ = [
     "PassLiar",
     "QueueStuffer",
     "Refuser",
+    "RightsAsker",
     "Silent",
     "SlowReader",
     "SpeedLiar",

@@ -78,8 +78,8 @@ class SlowReader(HostileClients):
 
     async def attack(self, world: World, link: MemoryLink, node: ServingNode, rng: random.Random) -> None:
         world.internet.set_conditions(node.peer, link.own.peer, READS)
-        session, positions = _name(rng), 60
-        await link.send(_open(world, node, session, LONGEST))
+        session, positions = name_at_random(rng), 60
+        await link.send(open_frame(world, node, session, LONGEST))
         await link.send(Frame(FrameType.STEP, session, length=positions, payload=exact_input(rng, positions)))
         while True:
             for step in range(1, 40):
@@ -97,7 +97,7 @@ class Flooder(HostileClients):
 
     async def attack(self, world: World, link: MemoryLink, node: ServingNode, rng: random.Random) -> None:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(_read_all, link)
+            nursery.start_soon(read_all, link)
             while True:
                 for _ in range(20):
                     await link.send(self._frame(world, node, rng))
@@ -106,9 +106,9 @@ class Flooder(HostileClients):
     def _frame(self, world: World, node: ServingNode, rng: random.Random) -> Frame:
         kind = rng.choice(list(FrameType))
         if kind is FrameType.OPEN and rng.random() < 0.5:
-            return _open(world, node, _name(rng), 2**31)
+            return open_frame(world, node, name_at_random(rng), 2**31)
         numbers = rng.choice((0, 1, 2**32 - 1)), rng.choice((0, 1, 2**32 - 1))
-        return Frame(kind, _name(rng), Epoch(0), Step(0), *numbers, rng.randbytes(8), rng.randbytes(64))
+        return Frame(kind, name_at_random(rng), Epoch(0), Step(0), *numbers, rng.randbytes(8), rng.randbytes(64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +142,8 @@ class KvHog(HostileClients):
             nursery.start_soon(hear)
             while True:
                 while len(steps) < self.SESSIONS:
-                    steps[session := _name(rng)] = 0
-                    await link.send(_open(world, node, session, 100))
+                    steps[session := name_at_random(rng)] = 0
+                    await link.send(open_frame(world, node, session, 100))
                 for session, step in list(steps.items()) if self.uses else ():
                     await link.send(
                         Frame(FrameType.STEP, session, Epoch(0), Step(step), step, 1, payload=exact_input(rng, 1))
@@ -164,10 +164,10 @@ class QueueStuffer(HostileClients):
     async def attack(self, world: World, link: MemoryLink, node: ServingNode, rng: random.Random) -> None:
         meta, payload = pack(Neighbours("", "", NO_SESSION, quiet=False, again=False)), bytes(self.PAYLOAD_BYTES)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(_read_all, link)
+            nursery.start_soon(read_all, link)
             while True:
-                session = _name(rng)
-                await link.send(_open(world, node, session, 150))
+                session = name_at_random(rng)
+                await link.send(open_frame(world, node, session, 150))
                 for step in range(12):
                     frame = Frame(FrameType.NEIGHBOURS, session, step=Step(1 + step), meta=meta, payload=payload)
                     await link.send(frame)
@@ -187,9 +187,9 @@ class ViewStuffer(HostileClients):
         names = [f"{self.names[0]}'s sybil {rng.random()}" for _ in range(self.sybils)]
         sybils = [MemoryNetwork(world.internet, peer_named(name), self.host(0)) for name in names]
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(_read_all, link)
+            nursery.start_soon(read_all, link)
             while True:
-                await link.send(_news(world, [_announced(world, each, each.addresses) for each in sybils]))
+                await link.send(news_of([announced(world, each, each.addresses) for each in sybils]))
                 await trio.sleep(20)
 
 
@@ -216,28 +216,28 @@ class DialBait(HostileClients):
                 bait = MemoryNetwork(world.internet, peer_named(f"bait {host} {number}"), host)
                 world.internet.locate(bait.peer, host)
                 baits.append((bait, f"/memory/{port}/p2p/{bait.peer}"))
-        session = _name(rng)
-        await link.send(_open(world, node, session, 1))
+        session = name_at_random(rng)
+        await link.send(open_frame(world, node, session, 1))
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(_read_all, link)
+            nursery.start_soon(read_all, link)
             while True:
-                await link.send(_news(world, [_announced(world, each, [address]) for each, address in baits]))
+                await link.send(news_of([announced(world, each, [address]) for each, address in baits]))
                 for number, (bait, _) in enumerate(baits):
-                    meta = pack(Neighbours("", bait.peer, _name(rng), quiet=False, again=False))
+                    meta = pack(Neighbours("", bait.peer, name_at_random(rng), quiet=False, again=False))
                     await link.send(Frame(FrameType.NEIGHBOURS, session, step=Step(number), meta=meta))
                     await trio.sleep(0.05)
 
 
-async def _read_all(link: MemoryLink) -> None:
+async def read_all(link: MemoryLink) -> None:
     while True:
         await link.receive()
 
 
-def _name(rng: random.Random) -> SessionId:
+def name_at_random(rng: random.Random) -> SessionId:
     return SessionId(rng.randbytes(SESSION_ID_BYTES))
 
 
-def _open(world: World, node: ServingNode, session: SessionId, max_length: int) -> Frame:
+def open_frame(world: World, node: ServingNode, session: SessionId, max_length: int) -> Frame:
     span = node.worker.span
     message = OpenRequest(
         **profile_fields(world.model.profile),
@@ -251,7 +251,7 @@ def _open(world: World, node: ServingNode, session: SessionId, max_length: int) 
     return Frame(FrameType.OPEN, session, meta=pack(message))
 
 
-def _announced(world: World, network: MemoryNetwork, addresses: Sequence[str]) -> SignedAnnouncement:
+def announced(world: World, network: MemoryNetwork, addresses: Sequence[str]) -> SignedAnnouncement:
     """An announcement that `network`'s peer serves all blocks, as if a server had signed it.
 
     It is from the future, as far as that is believed, and so lives longer than an honest one.
@@ -264,6 +264,6 @@ def _announced(world: World, network: MemoryNetwork, addresses: Sequence[str]) -
     return sign_announcement(announcement, network.sign)
 
 
-def _news(world: World, announcements: Iterable[SignedAnnouncement]) -> Frame:
+def news_of(announcements: Iterable[SignedAnnouncement]) -> Frame:
     payload = pack_news([each.signed for each in announcements], [], SwarmPolicy())
     return Frame(FrameType.NEWS, meta=pack(Clock(simulated_ms())), payload=payload)
