@@ -60,7 +60,7 @@ class Stopping:
         self._criteria: StopStringCriteria | None = None
         self._last: list[int] = []
         if limits.stop_strings:
-            with refusing():
+            with refusing(), tokenizer.panics_as_errors():
                 self._criteria = StopStringCriteria(tokenizer.loaded, list(limits.stop_strings))
             self._last = list(prompt[-self._criteria.maximum_token_len :])
 

@@ -12,15 +12,18 @@ from llmnode.models.text.chat_template import ChatTemplate
 from llmnode.models.text.decoding import reach_of
 from llmnode.models.text.template_process import TemplateFailed
 from llmnode.models.text.tokenizer_files import check_found, what_is_wrong
+from llmnode.models.text.tokenizer_work import TooMuchWork, check_files, check_loaded, panics_as_errors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from contextlib import AbstractContextManager
 
     from llmnode.models.sources.folder import ModelFolder
     from llmnode.models.text.decoding import UnsettledEnd
 
 _BYTE = re.compile("<0x..>")
 """A token that is a single byte, as byte fallback has it."""
+_OTHER_FILE = "use the tokenizer.json of the model's publisher, or another model"
 _OTHERWISE = "use generate without --chat, or another model"
 
 
@@ -51,8 +54,13 @@ class Tokenizer:
             raise ModelError(str(self._loaded)) from self._loaded
         return self._loaded
 
+    def panics_as_errors(self) -> AbstractContextManager[None]:
+        """For code that uses `loaded`: tokenizers' panics, which are no Exceptions, become ModelErrors."""
+        return panics_as_errors(self._name)
+
     def encode(self, text: str) -> list[int]:
-        return list(self._tokenizer(text).input_ids)
+        with self.panics_as_errors():
+            return list(self._tokenizer(text).input_ids)
 
     def encode_dialogue(self, turns: Sequence[tuple[str, str]]) -> list[int]:
         """The prompt for the next answer in a dialogue of (role, text), in the model's chat template.
@@ -65,13 +73,15 @@ class Tokenizer:
             prompt = self._chat_template.render(messages, self._tokenizer.special_tokens_map)
         except TemplateFailed as failed:
             raise ConfigError(f"the chat template of {self._name} {failed}; {_OTHERWISE}") from failed
-        return list(self._tokenizer(prompt, add_special_tokens=False).input_ids)
+        with self.panics_as_errors():
+            return list(self._tokenizer(prompt, add_special_tokens=False).input_ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The same as transformers' decoding without special tokens; ids that the tokenizer does not know say
         nothing.
         """
-        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        with self.panics_as_errors():
+            text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
         return text
 
     @cached_property
@@ -121,7 +131,12 @@ def load_tokenizer(folder: ModelFolder) -> Tokenizer:
     # AutoTokenizer would build Qwen2's by its own rules, and not by the tokenizer.json that we made of a GGUF file.
     theirs: Any = PreTrainedTokenizerFast if is_converted_folder(folder.path) else AutoTokenizer  # Any: two classes
     try:
-        loaded = theirs.from_pretrained(folder.path, local_files_only=True, trust_remote_code=False)
+        check_files(folder.path)  # before tokenizers reads them: it encodes some tokens then
+        with panics_as_errors(folder.name):
+            loaded = theirs.from_pretrained(folder.path, local_files_only=True, trust_remote_code=False)
+        check_loaded(loaded)
+    except TooMuchWork as error:
+        raise ModelError(f"{folder.path} has no usable tokenizer: it {error}; {_OTHER_FILE}") from error
     except Exception as error:  # transformers and tokenizers raise nothing narrower
         raise ModelError(f"{folder.path} has no usable tokenizer: {what_is_wrong(folder.path, error)}") from error
     check_found(folder.path)
