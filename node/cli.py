@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING, NoReturn
 
 from llmnode.errors import ConfigError, LlmnodeError, single_error
-from llmnode.machine.cache_folder import TORCH_CACHE, cache_folder
+from llmnode.machine.cache_folder import torch_folder
 from llmnode.models.sources.online import keep_libraries_offline
 from llmnode.node.commands import (
     adapters,
@@ -120,11 +120,12 @@ def settle_libraries() -> None:
     for name, value in {
         "HF_HUB_VERBOSITY": "error",
         "OMP_WAIT_POLICY": "PASSIVE",  # idle threads must sleep, not spin: several nodes share a machine's cores
-        "TORCHINDUCTOR_CACHE_DIR": str(cache_folder(TORCH_CACHE)),  # else a folder in /tmp, left behind
+        "TORCHINDUCTOR_CACHE_DIR": torch_folder(),  # else a folder in /tmp, left behind
         "TQDM_DISABLE": "1",  # libraries' own progress bars would tear ours
         "TRANSFORMERS_VERBOSITY": "error",  # it warns of flags that the model's own files hold
     }.items():
-        os.environ.setdefault(name, value)
+        if value is not None:
+            os.environ.setdefault(name, str(value))
     keep_libraries_offline()
     logging.getLogger().setLevel(logging.CRITICAL)  # libp2p logs to the root; this is the program's own process
     log_to_stderr(logging.WARNING, "%(message)s")

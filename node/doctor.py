@@ -21,7 +21,7 @@ from llmnode.core.peers.nat import Reached
 from llmnode.core.policy import ClientPolicy, LinkPolicy, ReachPolicy, SwarmPolicy
 from llmnode.core.span import Span
 from llmnode.errors import ConfigError, ModelError, PeerError, PeerRefused, single_error
-from llmnode.machine.cache_folder import TORCH_CACHE, cache_folder, show_bytes
+from llmnode.machine.cache_folder import cache_folder, is_writable, show_bytes
 from llmnode.machine.startup import collection_paused
 from llmnode.machine.threads import usable_cores
 from llmnode.node.findings import (
@@ -124,14 +124,14 @@ def check_rust() -> Finding:
 
 def check_disk(cache: Path) -> Finding:
     """The disk of the cache, which need not be there yet."""
-    existing = next(folder for folder in (cache, *cache.parents) if folder.exists())
     elsewhere = "set LLMNODE_CACHE to a folder of yours on a disk with free space"
-    if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
-        text = f"the cache {cache} cannot be written: {existing} is not yours to write"
-        if (cache / TORCH_CACHE).is_dir():
-            lost = "downloads, converted models, measured speeds and known peers are not kept"
-            return Finding("disk", WARNING, f"{text}; {lost}", elsewhere)
-        return Finding("disk", BLOCKER, f"{text}, and torch has no folder there ({TORCH_CACHE})", elsewhere)
+    existing = next(folder for folder in (cache, *cache.parents) if folder.exists())
+    if not existing.is_dir():
+        return Finding("disk", BLOCKER, f"the cache {cache} cannot be made: {existing} is no folder", elsewhere)
+    if not is_writable(cache):
+        lost = "downloads, converted models, measured speeds and known peers are not kept"
+        text = f"the cache {cache} cannot be written: {existing} is not yours to write; {lost}"
+        return Finding("disk", WARNING, text, elsewhere)
     free = shutil.disk_usage(existing).free
     text = f"the cache {cache} has {show_bytes(free)} free"
     return Finding("disk", WARNING, text, elsewhere) if free < SPARE_DISK_BYTES else Finding("disk", OK, text)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 CACHE = "LLMNODE_CACHE"
 """The variable of the environment that moves it."""
 TORCH_CACHE = "torchinductor"
-"""The folder in it that torch needs, even if there is nothing to be compiled."""
+"""The folder in it for what torch compiles."""
 
 
 def cache_folder(*parts: str) -> Path:
@@ -35,6 +35,21 @@ def cache_folder(*parts: str) -> Path:
             " that only you may write"
         )
     return place
+
+
+def torch_folder() -> Path | None:
+    """The folder that torch has to have, even if it compiles nothing; None if it is not there and cannot be made.
+
+    Then torch makes one in the system's folder for temporary files. Raises ConfigError as `cache_folder`.
+    """
+    folder = cache_folder(TORCH_CACHE)
+    return folder if folder.is_dir() or is_writable(folder) else None
+
+
+def is_writable(place: Path) -> bool:
+    """Whether a folder can be written, or be made where it is to be."""
+    existing = next(folder for folder in (place, *place.parents) if folder.exists())
+    return existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
 
 
 def make_in_cache(folder: Path) -> None:
