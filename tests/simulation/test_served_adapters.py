@@ -162,7 +162,7 @@ async def test_an_adapter_that_is_not_held_for_all_blocks_is_explained() -> None
         await holders(swarm, "b", {})
         await swarm.start("0a", SPANS[0], adapters={named("pirate", adapter): adapter})
         async with swarm.client() as (router, _):
-            with pytest.raises((NoRoute, PeerError), match="does not announce the adapter"):
+            with pytest.raises((NoRoute, PeerError), match="do not announce the adapter"):
                 await with_served_adapter(router, "pirate")
 
 
