@@ -38,9 +38,8 @@ if TYPE_CHECKING:
     Table = dict[str, Any]  # Any: what TOML can hold
 
 FILE_VARIABLE = "LLMNODE_CONFIG"
-NO_OPTIONS = frozenset(
-    {FILE_VARIABLE} | {f"LLMNODE_{name}" for name in ("CACHE", "OFFLINE", "PYTHON", "SETUP_GIB", "VENV")}
-)
+_OTHERS = ("CACHE", "OFFLINE", "PYTHON", "SETUP_GIB", "TRUST_TOKENIZER", "VENV")
+NO_OPTIONS = frozenset({FILE_VARIABLE} | {f"LLMNODE_{name}" for name in _OTHERS})
 """Variables that mean something else: no option may be given such a name."""
 _MOST_BYTES = 1 << 20
 """The largest file."""

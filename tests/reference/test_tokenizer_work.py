@@ -18,7 +18,7 @@ from llmnode.models.embedded import open_embedded
 from llmnode.models.sources.folder import ModelFolder, open_folder
 from llmnode.models.text.regex_work import TEXT, RegexTooHard, work_of
 from llmnode.models.text.tokenizer import Tokenizer as OfModel
-from llmnode.models.text.tokenizer import load_tokenizer
+from llmnode.models.text.tokenizer import TRUST, load_tokenizer
 from llmnode.models.text.tokenizer_work import TooMuchWork, check_loaded, check_work
 from reference.small import save_model
 from reference.tokenizers_of_all_kinds import KINDS, UNSETTLED
@@ -134,8 +134,17 @@ def test_a_tokenizer_that_may_not_end_is_refused_as_it_is_loaded(folder: ModelFo
     with pytest.raises(ModelError, match="has no usable tokenizer: it ") as caught:
         load_tokenizer(folder)
     assert says in str(caught.value)
-    assert "another model" in str(caught.value)
+    assert f"set {TRUST}=1" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_user_may_trust_a_tokenizer_that_is_refused(folder: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    to_its_end = {"type": "Split", "pattern": {"Regex": "(.*)t$"}, "behavior": "Isolated", "invert": False}
+    (folder.path / "tokenizer.json").write_text(content("pre_tokenizer", to_its_end))
+    with pytest.raises(ModelError, match="goes back over words and spaces"):
+        load_tokenizer(folder)
+    monkeypatch.setenv(TRUST, "1")
+    assert load_tokenizer(folder).encode("t")
 
 
 def test_a_file_that_transformers_takes_instead_is_refused_too(folder: ModelFolder) -> None:

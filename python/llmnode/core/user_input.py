@@ -148,3 +148,8 @@ def path_from(environ: Mapping[str, str], variable: str) -> Path | None:
 def home_folder(environ: Mapping[str, str], variable: str, folder: str) -> Path:
     """The folder that `variable` names (as XDG_CACHE_HOME), else `folder` in the user's home. Raises ConfigError."""
     return path_from(environ, variable) or expand_path(f"~/{folder}")
+
+
+def is_yes(text: str | None) -> bool:
+    """Whether a variable of the environment is set to what means yes, as huggingface_hub reads its own."""
+    return text is not None and text.upper() in {"1", "ON", "YES", "TRUE"}

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from json import JSONDecodeError
 from typing import TYPE_CHECKING
 
+from llmnode.core.user_input import is_yes
 from llmnode.errors import ConfigError, LlmnodeError, ModelError
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 _OURS = "LLMNODE_OFFLINE"
 _LIBRARIES = "HF_HUB_OFFLINE"
-_TRUE = {"1", "ON", "YES", "TRUE"}  # as huggingface_hub reads its variables
 _SWITCH = threading.RLock()
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 
@@ -42,7 +42,7 @@ def is_offline() -> bool:
     from huggingface_hub import constants
 
     wish = os.environ.get(_OURS)
-    return constants.HF_HUB_OFFLINE if wish is None else wish.upper() in _TRUE
+    return constants.HF_HUB_OFFLINE if wish is None else is_yes(wish)
 
 
 @contextmanager
