@@ -21,7 +21,7 @@ from llmnode.core.peers.nat import Reached
 from llmnode.core.policy import ClientPolicy, LinkPolicy, ReachPolicy, SwarmPolicy
 from llmnode.core.span import Span
 from llmnode.errors import ConfigError, ModelError, PeerError, PeerRefused, single_error
-from llmnode.machine.cache_folder import cache_folder, is_writable, show_bytes
+from llmnode.machine.cache_folder import cache_folder, is_writable, nearest, show_bytes
 from llmnode.machine.startup import collection_paused
 from llmnode.machine.threads import usable_cores
 from llmnode.node.findings import (
@@ -125,7 +125,7 @@ def check_rust() -> Finding:
 def check_disk(cache: Path) -> Finding:
     """The disk of the cache, which need not be there yet."""
     elsewhere = "set LLMNODE_CACHE to a folder of yours on a disk with free space"
-    existing = next(folder for folder in (cache, *cache.parents) if folder.exists())
+    existing = nearest(cache)
     if not existing.is_dir():
         return Finding("disk", BLOCKER, f"the cache {cache} cannot be made: {existing} is no folder", elsewhere)
     if not is_writable(cache):

@@ -36,9 +36,9 @@ def add(commands: Commands) -> None:
         "  host,blocks,tokens_per_s\n"
         "  big-1,20,310\n"
         "  small-1,8,95\n\n"
-        "with so many blocks it is so fast (`llmnode speed --blocks 0:20` measures it there), and more do not fit;\n"
-        "give each machine its blocks by `llmnode serve --blocks START:END`. A swarm of strangers needs no layout:\n"
-        "`llmnode serve` finds its blocks alone",
+        "tokens_per_s is its speed with that number of blocks, as `llmnode speed --blocks 0:20` measures it there;\n"
+        "the largest number in its rows is the most that it can hold. Give each machine its blocks by\n"
+        "`llmnode serve --blocks START:END`. A swarm of strangers needs no layout: there `llmnode serve` finds them",
     )
     parser.add_argument(
         "machines", type=values.path, metavar="FILE", help=f"CSV with the machines, {MOST_MACHINES} at most"
@@ -47,7 +47,10 @@ def add(commands: Commands) -> None:
         "--model-blocks", type=int, required=True, metavar="N", help="the number of blocks of the whole model"
     )
     parser.add_argument(
-        "--most-hops", type=int, metavar="N", help="some session needs no more machines than that (default any number)"
+        "--most-hops",
+        type=int,
+        metavar="N",
+        help="the most machines on the shortest way through the model (default any number)",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
 

@@ -17,8 +17,8 @@ from llmnode.errors import ModelError
 from llmnode.models.embedded import open_embedded
 from llmnode.models.sources.folder import ModelFolder, open_folder
 from llmnode.models.text.regex_work import TEXT, RegexTooHard, work_of
-from llmnode.models.text.tokenizer import Tokenizer as OfModel
 from llmnode.models.text.tokenizer import TRUST, load_tokenizer
+from llmnode.models.text.tokenizer import Tokenizer as OfModel
 from llmnode.models.text.tokenizer_work import TooMuchWork, check_loaded, check_work
 from reference.small import save_model
 from reference.tokenizers_of_all_kinds import KINDS, UNSETTLED
@@ -147,11 +147,40 @@ def test_a_user_may_trust_a_tokenizer_that_is_refused(folder: ModelFolder, monke
     assert load_tokenizer(folder).encode("t")
 
 
-def test_a_file_that_transformers_takes_instead_is_refused_too(folder: ModelFolder) -> None:
+@pytest.mark.parametrize("name", ["tokenizer.4.0.0.json", "tokenizer-tokenizer.4.0.0.json", "in/tokenizer.4.0.0.json"])
+def test_a_file_that_transformers_takes_instead_is_refused_too(folder: ModelFolder, name: str) -> None:
     part, step, says = HOSTILE["six times"]
     (folder.path / "tokenizer.json").write_text(content("normalizer", N.NFC()))
-    (folder.path / "tokenizer.4.0.0.json").write_text(content(part, step))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "fast_tokenizer_files": [name]}
+    (folder.path / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder.path / name).parent.mkdir(exist_ok=True)
+    (folder.path / name).write_text(content(part, step))
     with pytest.raises(ModelError, match=says):
+        load_tokenizer(folder)
+
+
+def test_a_file_that_only_tokenizers_can_read_is_refused(folder: ModelFolder) -> None:
+    part, step, _ = HOSTILE["six times"]
+    truncation = {"direction": "Right", "max_length": 9, "strategy": "LongestFirst", "stride": 0, "x": "LONG"}
+    described = {**json.loads(content(part, step)), "truncation": truncation}
+    (folder.path / "tokenizer.json").write_text(json.dumps(described).replace('"LONG"', "1" * 5000))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "added_tokens_decoder": {}}
+    (folder.path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="has no usable tokenizer"):
+        load_tokenizer(folder)
+
+
+def test_a_long_token_is_refused_wherever_it_is_written(folder: ModelFolder) -> None:
+    token = {"content": "x" * 5000, "special": False, "single_word": False, "lstrip": False, "rstrip": False}
+    described = json.loads(content("normalizer", N.NFC()))
+    added = [*described["added_tokens"], {"id": 3, **token, "normalized": False}]
+    (folder.path / "tokenizer.json").write_text(json.dumps({**described, "added_tokens": added}))
+    with pytest.raises(ModelError, match="a token of more than 4096 characters"):
+        load_tokenizer(folder)
+    (folder.path / "tokenizer.json").write_text(json.dumps(described))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "added_tokens_decoder": {"3": token}}
+    (folder.path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="a token of more than 4096 characters"):
         load_tokenizer(folder)
 
 

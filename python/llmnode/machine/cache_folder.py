@@ -43,13 +43,17 @@ def torch_folder() -> Path | None:
     Then torch makes one in the system's folder for temporary files. Raises ConfigError as `cache_folder`.
     """
     folder = cache_folder(TORCH_CACHE)
-    return folder if folder.is_dir() or is_writable(folder) else None
+    return folder if os.path.isdir(folder) or is_writable(folder) else None
 
 
 def is_writable(place: Path) -> bool:
     """Whether a folder can be written, or be made where it is to be."""
-    existing = next(folder for folder in (place, *place.parents) if folder.exists())
-    return existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
+    return os.path.isdir(existing := nearest(place)) and os.access(existing, os.W_OK | os.X_OK)
+
+
+def nearest(place: Path) -> Path:
+    """The file or folder itself, or the nearest folder around it that can be seen."""
+    return next(each for each in (place, *place.parents) if os.path.exists(each))  # `Path.exists` may raise
 
 
 def make_in_cache(folder: Path) -> None:

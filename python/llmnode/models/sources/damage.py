@@ -58,7 +58,7 @@ def _read_object(file: Path) -> dict[str, Any] | str:
     try:
         if (why := _not_there(file)) is not None:
             return why
-        content = _whole(file)
+        content = read_whole(file)
         found = json.loads(content.decode("utf-8"))
         if isinstance(found, dict):
             return found
@@ -95,7 +95,8 @@ def _not_there(file: Path) -> str | None:
     return f"is no file: {_AGAIN}" if file.exists() else f"is missing: {_AGAIN}"
 
 
-def _whole(file: Path) -> bytes:
+def read_whole(file: Path) -> bytes:
+    """The content of a JSON file. Raises OSError, also if it is larger than any that models have."""
     if (size := file.stat().st_size) > _MOST_JSON_BYTES:
         raise OSError(f"it has {size} bytes, more than any file of its kind")
     return file.read_bytes()

@@ -36,13 +36,15 @@ def check_blocks(folder: ModelFolder) -> None:
     absent = [block for block in range(folder.info.blocks) if block not in of_blocks]
     if of_blocks and absent:
         alike = of_blocks[min(of_blocks)]
-        check_complete(folder, [_NUMBERED.sub(rf"\g<1>{block}\g<3>", name) for block in absent for name in alike])
+        missing = [_NUMBERED.sub(rf"\g<1>{absent[0]}\g<3>", name) for name in alike]
+        check_complete(folder, missing, blocks=len(absent))
 
 
-def check_complete(folder: ModelFolder, missing: Sequence[str]) -> None:
-    """Raises ModelError if any of a model's parameters is `missing`."""
+def check_complete(folder: ModelFolder, missing: Sequence[str], blocks: int = 1) -> None:
+    """Raises ModelError if any of a model's parameters is `missing`, or those of the first of several `blocks` are."""
     if missing:
         more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+        more += f" ({blocks} blocks have none)" if blocks > 1 else ""
         names = ", ".join(missing[:_SHOWN])
         raise ModelError(f"{folder.path} has no tensors for {names}{more}: {_reason(folder, missing)}")
 

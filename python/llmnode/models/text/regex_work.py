@@ -182,6 +182,7 @@ class _Reader:
             wide = any(member[0] == "\\" and not _NARROW.fullmatch(member) for member in members)
             is_broad = wide or r"\S" in members or (bool(spaces) and members != spaces)
         if self._regex.startswith("&&[", self.at):
+            is_broad = is_broad or excludes  # `^` is about both sets together
             self.at += 2
             self._read_members()
             if not self._regex.startswith("]", self.at):

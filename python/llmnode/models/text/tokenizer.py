@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _BYTE = re.compile("<0x..>")
 """A token that is a single byte, as byte fallback has it."""
 TRUST = "LLMNODE_TRUST_TOKENIZER"
-"""The variable of a user for whom tokenizers need no check: they are the user's own, for instance."""
+"""The variable that leaves the check of tokenizers out, for those whose files are trusted."""
 _OTHER_FILE = f"use the tokenizer.json of the model's publisher, or set {TRUST}=1 if you trust this one"
 _OTHERWISE = "use generate without --chat, or another model"
 
@@ -131,7 +131,7 @@ class Tokenizer:
 def load_tokenizer(folder: ModelFolder) -> Tokenizer:
     """The folder's tokenizer. Raises ModelError with advice, in one line, if none can be used.
 
-    What one does to a text must have a limit, unless the user has set `LLMNODE_TRUST_TOKENIZER`.
+    A tokenizer whose work has no known limit is refused, unless `LLMNODE_TRUST_TOKENIZER` is set.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 

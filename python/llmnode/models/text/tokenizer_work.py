@@ -12,15 +12,15 @@ import base64
 import binascii
 import json
 from contextlib import contextmanager
-from itertools import chain
 from math import ceil
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from llmnode.errors import ModelError
+from llmnode.models.sources.damage import read_whole
 from llmnode.models.text.regex_work import TEXT, RegexTooHard, Work, work_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
 _MOST_STEPS = 32
@@ -50,8 +50,8 @@ _HARMLESS = {
     *("ByteFallback", "Fuse"),
 }
 """Steps that cut, shorten, or replace a character by a few once: a second one finds nothing to do."""
-_DOUBLES = {"BertNormalizer", "ByteLevel", "Metaspace", "WordPiece"}
-"""Steps that may write one character more for each, also the second time."""
+_GROWTHS = {"BertNormalizer": 3, "ByteLevel": 4, "Metaspace": 2, "WordPiece": 2}
+"""Steps that may write several characters for each, also the second time, and how many."""
 
 _Step: TypeAlias = "Mapping[str, Any]"  # Any: JSON
 
@@ -66,25 +66,25 @@ def check_work(described: _Step) -> None:
         for name, inner in _CHAINS.items():
             _check_chain(list(_flat(described.get(name), inner)))
         _check_model(described.get("model") or {})
+        _check_tokens(token["content"] for token in described.get("added_tokens") or ())
     except (AttributeError, KeyError, TypeError, ValueError, binascii.Error, RecursionError) as error:
         raise TooMuchWork(f"has steps that are not as tokenizers describes them ({type(error).__name__})") from error
 
 
 def check_files(folder: Path) -> None:
-    """Check each file that transformers may take as tokenizer.json. Raises TooMuchWork; other faults are passed by."""
-    for file in (folder / "tokenizer.json", *sorted(folder.glob("tokenizer.*.json"))):
-        try:
-            described = json.loads(file.read_bytes(), object_pairs_hook=_without_repeats)
-        except RecursionError as error:
-            raise TooMuchWork("has too many things in each other") from error
-        except (OSError, ValueError):  # it is not there or damaged, which loading it will say
-            continue
-        if isinstance(described, dict):
+    """Check each file that transformers may take as tokenizer.json. Raises TooMuchWork, and OSError or ValueError for
+    one that cannot be read: tokenizers might read it.
+    """
+    named = _read(folder / "tokenizer_config.json").get("fast_tokenizer_files") or ()
+    names = {"tokenizer.json", *(file.name for file in folder.glob("tokenizer.*.json")), *map(str, named)}
+    for name in sorted(names):
+        if described := _read(folder / name):
             check_work(described)
 
 
 def check_loaded(tokenizer: Any) -> None:  # Any: transformers types its tokenizers so
-    """Check the chains of a tokenizer as transformers has made it, of whatever files. Raises TooMuchWork."""
+    """Check the chains and tokens of a tokenizer as transformers has made it, of whatever files. Raises TooMuchWork."""
+    _check_tokens(tokenizer.get_vocab())
     backend = getattr(tokenizer, "backend_tokenizer", None)
     parts = {name: getattr(backend, name, None) for name in _CHAINS}
     check_work({name: json.loads(part.__getstate__()) for name, part in parts.items() if part is not None})
@@ -102,6 +102,17 @@ def panics_as_errors(name: str) -> Iterator[None]:
             f"the tokenizer of {name} breaks down ({' '.join(str(error).split())[:200]}); "
             "give token ids, or use another model"
         ) from error
+
+
+def _read(file: Path) -> _Step:
+    """A JSON object, empty where there is none. Raises as `check_files`."""
+    try:
+        described = json.loads(read_whole(file), object_pairs_hook=_without_repeats)
+    except FileNotFoundError:
+        return {}
+    except RecursionError as error:
+        raise TooMuchWork("has too many things in each other") from error
+    return described if isinstance(described, dict) else {}
 
 
 def _flat(step: _Step | None, inner: str) -> Iterator[_Step]:
@@ -148,8 +159,8 @@ def _growth(step: _Step, pattern: Work) -> float:
     kind = step["type"]
     if kind == "Split" or kind in _HARMLESS:
         return 1
-    if kind in _DOUBLES:
-        return 2
+    if kind in _GROWTHS:
+        return _GROWTHS[kind]
     match kind:
         case "Replace":
             return max(1, len(step["content"]) / pattern.shortest) if pattern.shortest else 1 + len(step["content"])
@@ -182,14 +193,17 @@ def _growth_of_template(step: _Step) -> float:
 
 def _check_model(model: _Step) -> None:
     vocabulary = model.get("vocab") or ()
-    tokens = vocabulary if isinstance(vocabulary, dict) else (token[0] for token in vocabulary)
-    if max(chain((0,), map(len, tokens))) > _LONGEST_TOKEN:
-        raise TooMuchWork(f"has a token of more than {_LONGEST_TOKEN} characters")
+    _check_tokens(vocabulary if isinstance(vocabulary, dict) else (token[0] for token in vocabulary))
     for name in ("continuing_subword_prefix", "end_of_word_suffix"):
         if len(model.get(name) or "") > _LONGEST_PART:
             raise TooMuchWork(f"has a {name} of more than {_LONGEST_PART} characters")
     if (model.get("max_input_chars_per_word") or 0) > _LONGEST_WORD:
         raise TooMuchWork(f"takes words of more than {_LONGEST_WORD} characters (max_input_chars_per_word)")
+
+
+def _check_tokens(tokens: Iterable[str]) -> None:
+    if max(map(len, tokens), default=0) > _LONGEST_TOKEN:
+        raise TooMuchWork(f"has a token of more than {_LONGEST_TOKEN} characters")
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:  # Any: JSON
