@@ -63,11 +63,11 @@ async def rebalance(
                 continue  # while there is a gap, the pause is shorter
             servers = await servers_of(model, swarm, draining=True)
             decision = rebalancer.decide(servers, trio.current_time())
-            if not await _are_there(decision.confirm, rebalancer, swarm):
-                continue
+            absent = await _note_absent(decision.confirm, rebalancer, swarm)
+            tries = [peer for peer in decision.tries if peer not in absent]
             if try_pace is not None and role.network.upload_bytes_per_s and not trials.child_tasks:
-                trials.start_soon(_note_paces, decision.tries, rebalancer, role, swarm, try_pace)
-            if decision.span is None:
+                trials.start_soon(_note_paces, tries, rebalancer, role, swarm, try_pace)
+            if decision.span is None or absent:
                 continue
             servers = await servers_of(model, swarm, draining=True)  # others may be about to leave by now
             is_same = rebalancer.decide(servers, trio.current_time()).span == decision.span
@@ -91,7 +91,9 @@ async def _move(
 
     async def confirm() -> bool:
         asked = await holders()
-        return asked is not None and await _are_there(asked, rebalancer, swarm) and await holders() is not None
+        if asked is None or await _note_absent(asked, rebalancer, swarm):
+            return False
+        return await holders() is not None
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(_watch, holders, role)
@@ -112,12 +114,12 @@ async def _watch(holders: Callable[[], Awaitable[Sequence[PeerId] | None]], role
             role.stay()
 
 
-async def _are_there(peers: Sequence[PeerId], rebalancer: Rebalancer, swarm: Swarm) -> bool:
-    """Whether all of the peers answer. Those that do not are noted."""
+async def _note_absent(peers: Sequence[PeerId], rebalancer: Rebalancer, swarm: Swarm) -> Sequence[PeerId]:
+    """Note those of the peers that do not answer, and return them."""
     absent = await _absent(await _absent(peers, swarm), swarm)  # once may be chance
     for peer in absent:
         rebalancer.note_absent(peer, trio.current_time())
-    return not absent
+    return absent
 
 
 async def _look_for_absent(rebalancer: Rebalancer, role: Role, swarm: Swarm, every_s: float) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
@@ -10,12 +12,19 @@ import trio
 from llmnode.core.announcement import PeerState
 from llmnode.core.placement.policy import RebalancePolicy
 from llmnode.core.speed import NetworkSpeed
+from llmnode.node.serve.rebalance import rebalance
 from llmnode.session.pace import CLOSES_WITHIN_S, MOST, WITHIN_S, try_pace
 from llmnode.testing.conditions import Conditions
+from llmnode.testing.hostile.clients import announced as signed_announcement
+from llmnode.testing.hostile.clients import news_of, read_all
 from llmnode.testing.network import peer_named
 from simulation.world import ALL_BLOCKS, SPANS, kv_is_free, simulated, world
 
 if TYPE_CHECKING:
+    from llmnode.core.announcement import Announcement
+    from llmnode.core.ids import PeerId
+    from llmnode.core.model import ModelInfo
+    from llmnode.swarm.peer_connection import PeerConnection
     from simulation.world import ServingNode, World
 
 LINE = NetworkSpeed(1e9)
@@ -92,3 +101,35 @@ async def test_nodes_leave_no_blocks_to_a_slow_server_that_boasts(slower_by_s: f
         assert len(lines) == moves, lines
         served = [node.role.span for node in nodes if node.state is PeerState.ONLINE]
         assert served.count(SPANS[1]) == moves
+
+
+@simulated
+async def test_a_server_that_boasts_is_tried_though_others_beside_it_are_absent() -> None:
+    """Else identities that answer nothing, which anybody may announce, keep a server beside them from being tried."""
+    tried_peers: list[PeerId] = []
+
+    async def noted(to: PeerConnection, announced: Announcement, model: ModelInfo, upload: float) -> float | None:
+        tried_peers.append(announced.peer)
+        return await try_pace(to, announced, model, upload)
+
+    policy = RebalancePolicy(jitter=0.0)
+    async with world() as swarm, trio.open_nursery() as nursery:
+        node, boaster = await swarm.start("node", ALL_BLOCKS), await swarm.start("boaster", ALL_BLOCKS, said_us=1)
+        node.role.note_network(LINE)
+        node.role.stays = False
+        by_plan = partial(rebalance, node.peer, node.role, node.swarm, policy=policy, rng=random.Random(0))
+        nursery.start_soon(partial(by_plan, try_pace=noted))
+        await trio.sleep(policy.check_every_s - 5)
+        stranger = swarm.internet.network("stranger")
+        fakes = [swarm.internet.network(f"fake {number}") for number in range(2)]
+        for each in fakes:
+            swarm.internet.black_holes.update(each.addresses[:1])
+        link = await stranger.dial(node.network.addresses[0])
+        nursery.start_soon(read_all, link)
+        await link.send(news_of([signed_announcement(swarm, each, each.addresses) for each in fakes]))
+        await trio.sleep(2)
+        assert {each.peer for each in fakes} < {each.peer for each in node.swarm.view.announcements()}
+        assert not tried_peers
+        await trio.sleep(policy.check_every_s / 2)
+        assert tried_peers == [boaster.peer]
+        nursery.cancel_scope.cancel()
