@@ -35,8 +35,10 @@ class NextHops:
         """`addresses` are those of a peer that serves the same model, None for any other peer."""
         self.numbers = count(1)
         """Each right to push has one of its own (`push_right.py`)."""
-        self.pushes: Counter[str] = Counter()
-        """The pushes that sessions have made since the last question, by the address groups of their clients."""
+        self.returned: Counter[tuple[str, PeerId]] = Counter()
+        """Since the last question, by the address group of the client and by the next hop: pushes that were made, and
+        withdrawals that were counted and not sent. There are no more keys than there were sessions then.
+        """
         self._pool = pool
         self._addresses = addresses
         self._policy = policy
@@ -75,16 +77,17 @@ class NextHops:
                 return connection
         raise no_next_hop(peer)
 
-    def may_ask(self, group: str) -> bool:
+    def may_ask(self, group: str, peer: PeerId, questions: int) -> bool:
         """Whether a next hop may be asked for a right to push now, for a client of this address group.
 
-        The next hop looks at a limited number of questions of this server, over the links that all pushes go over.
+        The next hop looks at a limited number of questions of this server, over the links that all pushes go over. It
+        gives back one for each push that it uses itself, so pushes to other next hops do not count here.
         """
         now_s = trio.current_time()
-        for each, pushes in self.pushes.items():
-            self._rights.give_back(each, now_s, pushes)
-        self.pushes.clear()
-        return self._rights.take(group, now_s)
+        for key, returned in self.returned.items():
+            self._rights.give_back(key, now_s, returned)
+        self.returned.clear()
+        return self._rights.take((group, peer), now_s, questions)
 
     def _known(self, pool: ConnectionPool, peer: PeerId, since_s: float | None) -> PeerConnection | None:
         """A connection with an answer after `since_s`; any open one if that is None."""

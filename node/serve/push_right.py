@@ -35,15 +35,18 @@ class PushRight:
         numbers: Iterator[int],
         patience_s: float,
         pause_s: float,
-        may_ask: Callable[[], bool],
+        may_ask: Callable[[int], bool],
     ) -> None:
         """`numbers` are those of all rights of this server. A right is waited for `patience_s` at most.
 
         A next hop that is too busy for the question is asked again after `pause_s`. So is one that the client may not
-        have asked now: `may_ask` says so, and counts the question.
+        have asked now: `may_ask` says so, and counts the question. It counts two if the right may have to be withdrawn
+        later, since the next hop looks at a withdrawal like at a question.
         """
         self.connection = connection
         self.session = session
+        self.is_wanted = False
+        """Whether the next hop was asked, and no withdrawal was sent since. That one is counted already."""
         self._numbers = numbers
         self._number = Step(next(numbers))
         self._patience_s = patience_s
@@ -77,7 +80,8 @@ class PushRight:
                     await self._news.wait()
             allowed = self._allows(epoch, size_bytes)
         if not allowed:
-            if allowed is None and not self._is_slow:  # it is not wanted any more
+            if allowed is None and self.is_wanted and not self._is_slow:
+                self.is_wanted = False
                 with trio.move_on_after(self._patience_s):
                     await self._say_wanted(epoch, 0)
             return False
@@ -98,7 +102,8 @@ class PushRight:
         if self._way is None:
             self._way = self.connection.best
             self._way.listen(self.session, self._hear, self._wake)
-        if self._may_ask():
+        if self._may_ask(1 if self.is_wanted else 2):
+            self.is_wanted = True
             await self._say_wanted(epoch, self._limit_bytes(epoch, size_bytes))
         else:
             self._asks_again_s = trio.current_time() + self._pause_s

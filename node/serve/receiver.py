@@ -32,6 +32,7 @@ class Receiver:
         self._served = served
         self._group = group
         self._right: PushRight | None = None
+        self._key = group, PeerId("")  # that its questions count for
         self._relayed = RelayBudget(served.policy.relayed)
         self._asked_s: float | None = None  # since when a next hop is asked for that was not found
 
@@ -46,7 +47,8 @@ class Receiver:
             peer, hops = PeerId(request.receiver), self._served.next_hops
             connection = await hops.find(peer, self._group, self._asked_s, again=request.again)
             session, policy = SessionId(request.receiver_session), self._served.policy
-            patience_s, may_ask = policy.push_patience_s, partial(hops.may_ask, self._group)
+            patience_s, may_ask = policy.push_patience_s, partial(hops.may_ask, self._group, peer)
+            self._key = self._group, peer
             self._right = PushRight(connection, session, hops.numbers, patience_s, policy.push_again_s, may_ask)
             self._asked_s = None
             await self.prepare(epoch, 0)
@@ -72,13 +74,15 @@ class Receiver:
         except PeerError as error:
             self._give_up(error)
             return False
-        self._served.next_hops.pushes[self._group] += 1
+        self._served.next_hops.returned[self._key] += 1
         return True
 
     def close(self) -> None:
         """There is none from now on."""
         if self._right is not None:
             self._right.close()
+            if self._right.is_wanted:
+                self._served.next_hops.returned[self._key] += 1  # it is not withdrawn any more
             self._right = None
 
     def _give_up(self, error: PeerError) -> None:

@@ -159,12 +159,12 @@ class NextHops:
 
     def __init__(self, answers: Counter[str]) -> None:
         self.numbers = count(1)
-        self.pushes: Counter[str] = Counter()
+        self.returned: Counter[tuple[str, PeerId]] = Counter()
         self.answers = answers
         self.rng = random.Random("next hop")
         self.found: list[NextHop] = []
 
-    def may_ask(self, _group: str) -> bool:
+    def may_ask(self, _group: str, _peer: PeerId, _questions: int) -> bool:
         return self.rng.random() < 0.9
 
     async def find(self, peer: PeerId, _group: str, _since_s: float, *, again: bool) -> NextHop:

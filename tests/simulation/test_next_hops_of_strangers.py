@@ -7,11 +7,17 @@ import random
 import pytest
 import trio
 
+from llmnode.core.ids import SessionId
 from llmnode.core.policy import ServePolicy, TurnPolicy
 from llmnode.core.span import Span
 from llmnode.testing import Conditions, Dialogue, World, check_coverage, open_world, simulated
 from llmnode.testing.hostile import HoleNamer, HostilePlan, RightsAsker
+from llmnode.testing.hostile.clients import open_frame, read_all
+from llmnode.testing.hostile.next_hops import named_next, one_step
+from llmnode.wire.frame import Frame, FrameType
+from llmnode.wire.messages import Neighbours, pack
 from llmnode.wire.payload import Codec
+from simulation.pushes import neighbours
 
 CONDITIONS = Conditions(delay_s=0.02)
 STEPS = 20
@@ -76,3 +82,39 @@ async def test_pushes_go_on_while_a_stranger_has_their_server_ask_for_rights() -
                 before = world.nodes["1a"].server.tally.given_directly
                 assert await longest_step_s(world) < 0.2
                 assert world.nodes["1a"].server.tally.given_directly - before >= STEPS - 1
+
+
+@simulated
+async def test_pushes_to_a_strangers_own_server_give_no_questions_for_another_one_back() -> None:
+    """The other one gives back only for the pushes that it uses itself."""
+    burst, rng = 16, random.Random(0)
+    pushing, taking, asking = (SessionId(bytes([number]) * 16) for number in range(1, 4))
+    policy = ServePolicy(rights_burst=burst, rights_per_s=1e-6)
+    async with open_world(conditions=CONDITIONS, serve_policy=policy) as world:
+        first, victim, own = [
+            await world.start(name, span) for name, span in (("0a", FIRST), ("1a", SECOND), ("1b", SECOND))
+        ]
+        await check_coverage(world)
+        stranger = world.internet.network("stranger")
+        to_own, to_first = (
+            await stranger.dial(own.network.addresses[0]),
+            await stranger.dial(first.network.addresses[0]),
+        )
+        async with trio.open_nursery() as nursery:
+            for link in (to_own, to_first):
+                nursery.start_soon(read_all, link)
+            await to_own.send(open_frame(world, own, taking, 60))
+            await to_own.send(neighbours(taking, 1, sender="0a"))
+            for session in (pushing, asking):
+                await to_first.send(open_frame(world, first, session, 60))
+            meta = pack(Neighbours("", own.peer, taking, quiet=False, again=False))
+            await to_first.send(Frame(FrameType.NEIGHBOURS, pushing, meta=meta))
+            await trio.sleep(2)
+            for step in range(60):
+                await to_first.send(one_step(pushing, step, rng))
+                await to_first.send(named_next(asking, step, victim.peer, rng))
+                await trio.sleep(0.2)
+            nursery.cancel_scope.cancel()
+        assert own.server.tally.given_directly > 2 * burst
+        asked = sum(len(each.asked) for links in victim.server.desk._links.values() for each in links)
+        assert burst - 2 <= asked <= burst

@@ -108,6 +108,20 @@ async def test_a_server_looks_for_few_next_hops_of_one_address_group_and_for_tho
         assert [*hops._asking] == ["hole 0", "hole 1", "hole 3"]
 
 
+@in_trio
+async def test_what_is_given_back_at_one_next_hop_counts_for_no_other_one() -> None:
+    one, other = PeerId("one"), PeerId("other")
+    hops = NextHops(None, lambda _peer: None, ServePolicy(rights_burst=2, rights_per_s=1e-6))
+    assert hops.may_ask("group", one, 2)
+    assert not hops.may_ask("group", one, 1)
+    hops.returned["group", other] += 2
+    assert not hops.may_ask("group", one, 1)
+    assert hops.may_ask("group", other, 1)
+    assert not hops.returned
+    hops.returned["group", one] += 1
+    assert hops.may_ask("group", one, 1)
+
+
 def test_one_address_group_has_no_more_than_a_part_of_the_dials_and_of_the_questions_before_pushes() -> None:
     serve, dials, budget = ServePolicy(), DialPolicy(), BudgetPolicy()
     under_way = serve.hops_sought_burst + serve.hops_sought_per_s * serve.connect_timeout_s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import asynccontextmanager
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -11,9 +12,11 @@ import trio
 import trio.testing
 
 from llmnode.core.ids import Epoch, SessionId
+from llmnode.core.policy import ServePolicy
+from llmnode.node.serve.next_hops import NextHops
 from llmnode.node.serve.push_right import PushRight
 from llmnode.swarm.peer_connection import open_connection
-from llmnode.testing import Conditions, open_internet, simulated
+from llmnode.testing import Conditions, open_internet, peer_named, simulated
 from llmnode.testing.link import MemoryLink
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.messages import RefusalCode, pack, unpack
@@ -31,7 +34,9 @@ EPOCH = Epoch(3)
 
 
 @asynccontextmanager
-async def a_right(may_ask: Callable[[], bool] = lambda: True) -> AsyncIterator[tuple[PushRight, MemoryLink]]:
+async def a_right(
+    may_ask: Callable[[int], bool] = lambda _questions: True,
+) -> AsyncIterator[tuple[PushRight, MemoryLink]]:
     """The right, and the link of the next hop, which the test answers for."""
     async with open_internet(Conditions(delay_s=DELAY_S)) as internet:
         near, far = internet.network("near"), internet.network("far")
@@ -189,7 +194,7 @@ async def test_a_push_that_was_refused_ends_them() -> None:
 @simulated
 async def test_nothing_is_asked_that_the_client_may_not_have_asked_and_after_a_pause_it_is() -> None:
     allowed = iter([False, True])
-    async with a_right(lambda: next(allowed)) as (right, hop), trio.open_nursery() as nursery:
+    async with a_right(lambda _questions: next(allowed)) as (right, hop), trio.open_nursery() as nursery:
         began_s = trio.current_time()
         for _ in range(3):
             assert not await right.get(EPOCH, 500)
@@ -200,3 +205,22 @@ async def test_nothing_is_asked_that_the_client_may_not_have_asked_and_after_a_p
         await hop.send(grant(want, 500))
         await trio.sleep(1)
         assert getting.is_allowed
+
+
+@simulated
+async def test_a_right_that_is_never_granted_sends_no_more_than_is_counted_with_its_withdrawals() -> None:
+    burst, wants = 8, list[int]()
+    hops = NextHops(None, lambda _peer: None, ServePolicy(rights_burst=burst, rights_per_s=1e-6))
+    async with a_right(partial(hops.may_ask, "group", peer_named("far"))) as (right, hop):
+
+        async def read() -> None:
+            while True:
+                wants.append(unpack(PushLimit, (await hop.receive()).meta).limit_bytes)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(read)
+            for number in range(2 * burst):
+                assert not await right.get(Epoch(number), 500)
+                await trio.sleep(2 * PAUSE_S)
+            nursery.cancel_scope.cancel()
+        assert wants == [500, 0] * (burst // 2)
