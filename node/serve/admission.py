@@ -41,11 +41,22 @@ class _Waiting:
     """It has come in."""
     has_kv: bool = False
     makes_way: bool = False
-    over: trio.Event = field(default_factory=trio.Event)
+    is_over: bool = False
+    _called: trio.Event = field(default_factory=trio.Event)
 
     def end(self, *, has_kv: bool = False, makes_way: bool = False) -> None:
-        self.has_kv, self.makes_way = has_kv, makes_way
-        self.over.set()
+        self.has_kv, self.makes_way, self.is_over = has_kv, makes_way, True
+        self._called.set()
+
+    def call(self) -> None:
+        """It does not wait any more, though it is not over."""
+        self._called.set()
+
+    async def wait(self) -> None:
+        """Until it is over, or called."""
+        await self._called.wait()
+        if not self.is_over:
+            self._called = trio.Event()
 
 
 class Admission:
@@ -57,6 +68,8 @@ class Admission:
         self._queue = AdmissionQueue(worker.kv_tokens, policy, worker.kv_page)
         self._waiting: dict[SessionId, _Waiting] = {}
         self._evict: dict[SessionId, tuple[KvClaim, Evict]] = {}
+        self._looker: _Waiting | None = None
+        """The one that looks for all that wait."""
         self._looked_s = -inf
         self._closed_because = ""
 
@@ -117,10 +130,10 @@ class Admission:
         self._queue.grow(session, positions)
         try:
             self._admit()
-            if not waiting.over.is_set():
+            if not waiting.is_over:
                 now_s = trio.current_time()
                 self._move(self._queue.choose_leaving(session, now_s), now_s)
-            await waiting.over.wait()  # no longer than it takes those that go
+            await waiting.wait()  # no longer than it takes those that go
         finally:
             del self._waiting[session]
             if not waiting.has_kv:
@@ -158,14 +171,29 @@ class Admission:
                 waiting.end()
 
     async def _wait(self, waiting: _Waiting) -> None:
+        """One of those that wait looks again and again. Strangers can have a hundred wait, which all cost time."""
         self._admit()
-        while not waiting.over.is_set():
+        if not waiting.is_over:
             self._look()
-            with trio.move_on_after(self._policy.look_every_s):
-                await waiting.over.wait()
+        try:
+            while not waiting.is_over:
+                self._looker = self._looker or waiting
+                if self._looker is not waiting:
+                    await waiting.wait()
+                    continue
+                with trio.move_on_after(self._policy.look_every_s):
+                    await waiting.wait()
+                if not waiting.is_over:
+                    self._look()
+        finally:
+            if self._looker is waiting:
+                self._looker = None
+                others = (each for each in self._waiting.values() if not each.grows and not each.is_over)
+                if (other := next((each for each in others if each is not waiting), None)) is not None:
+                    other.call()
 
     def _look(self) -> None:
-        """Have sessions go for those that wait. All that wait look, so that most of them need not do anything."""
+        """Have sessions go for those that wait, unless somebody has just looked."""
         now_s = trio.current_time()
         if now_s < self._looked_s + self._policy.look_every_s / 2:
             return

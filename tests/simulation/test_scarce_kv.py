@@ -248,6 +248,75 @@ async def test_who_has_stopped_waiting_is_let_in_no_more_though_it_has_not_left_
     assert worker.kv_tokens_free == KV_TOKENS
 
 
+class Steps(trio.abc.Instrument):
+    """Counts the steps of all tasks."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def before_task_step(self, task: trio.lowlevel.Task) -> None:
+        self.count += 1
+
+
+@simulated
+async def test_of_many_sessions_that_wait_one_looks_for_all() -> None:
+    """Strangers may have a hundred wait. Each looked for itself, five times a second."""
+    worker, steps = ExactWorker(ALL_BLOCKS, ROW, KV_TOKENS), Steps()
+    admission = Admission(worker, AdmissionPolicy())
+    whole = SessionId(b"w" * 16)
+    await admission.enter(Open(whole, ALL_BLOCKS, KV_TOKENS), replace(claim_of("0", 1), at_once=KV_TOKENS), let_it_be)
+    admission.use(whole)
+
+    async def wait(number: int) -> None:
+        opening = Open(SessionId(number.to_bytes(16, "big")), ALL_BLOCKS, KV_TOKENS)
+        await admission.enter(opening, claim_of(str(number), KV_TOKENS), let_it_be)
+
+    async with trio.open_nursery() as nursery:
+        for number in range(1, 61):
+            nursery.start_soon(wait, number)
+        await trio.sleep(WAIT_S / 4)
+        trio.lowlevel.add_instrument(steps)
+        await trio.sleep(WAIT_S / 2)
+        trio.lowlevel.remove_instrument(steps)
+        nursery.cancel_scope.cancel()
+    assert steps.count <= 2 * WAIT_S / AdmissionPolicy().look_every_s
+
+
+@pytest.mark.parametrize("why", ["cancelled", "it is let in"])
+@simulated
+async def test_another_session_looks_when_the_one_that_looked_waits_no_longer(why: str) -> None:
+    worker = ExactWorker(ALL_BLOCKS, ROW, KV_TOKENS)
+    admission, entered_s = Admission(worker, AdmissionPolicy()), dict[int, float]()
+    scopes: dict[int, trio.CancelScope] = {}
+
+    async with trio.open_nursery() as nursery:
+
+        async def come(number: int, positions: int) -> None:
+            """Hold KV that is not used, until others need it."""
+            session, goes = SessionId(number.to_bytes(16, "big")), trio.Event()
+            claim = replace(claim_of(str(number), positions), group=str(number), at_once=positions)
+            try:
+                with trio.CancelScope() as scopes[number]:
+                    await admission.enter(Open(session, ALL_BLOCKS, positions), claim, lambda _why: goes.set())
+                    entered_s[number] = trio.current_time()
+                    await goes.wait()
+            finally:
+                with trio.CancelScope(shield=True):
+                    await admission.leave(session)
+
+        began_s = trio.current_time()
+        for number, positions in enumerate([3 * FIFTH, 2 * FIFTH, 2 * FIFTH, 3 * FIFTH]):
+            nursery.start_soon(come, number, positions)
+            await trio.sleep(0.05)
+        await trio.sleep(1)
+        scopes[2 if why == "cancelled" else 1].cancel()
+        await trio.sleep(AdmissionPolicy().unused_s + 1)
+        assert (2 in entered_s) is (why == "it is let in")
+        assert entered_s[3] < began_s + AdmissionPolicy().unused_s + 1
+        nursery.cancel_scope.cancel()
+    assert worker.kv_tokens_free == KV_TOKENS
+
+
 @pytest.mark.parametrize("seed", seeds(20))
 def test_sessions_that_come_wait_give_up_and_end_while_a_server_drains_leave_nothing(seed: int) -> None:
     simulate(partial(hurry, seed), seed=seed)
