@@ -291,11 +291,10 @@ class Libp2pNetwork:
             self._gate,
             self._held,
             peers[: policy.peers],
-            self.listening,
             lambda host: [tcp_address(host, port) for port in sorted(ports)],
             policy,
         )
-        return judge(sights, {*map(str, own_ips()), *(each.split("/")[2] for each in self.listening)})
+        return judge(sights, {str(ip) for ip in own_ips()})
 
     async def reserve(self, relays: Sequence[PeerInfo]) -> None:
         """Let `relays`, all different, make this node reachable from now on.

@@ -22,7 +22,6 @@ from libp2p.peer.id import ID
 from multiaddr import Multiaddr
 
 from llmnode.core.ids import PeerId
-from llmnode.core.peers.dial_gate import scope_of
 from llmnode.core.peers.nat import Reached, Sight
 from llmnode.errors import PeerUnreachable, RemoteProtocolError
 from llmnode.net.addresses import host_and_port, place_in, tcp_address
@@ -146,14 +145,12 @@ async def look(
     gate: Gate,
     held: HeldConnections,
     peers: Iterable[PeerInfo],
-    listening: Sequence[str],
     told: Callable[[str], Iterable[Multiaddr]],
     policy: ReachPolicy,
 ) -> list[Sight]:
     """How `peers`, at IP addresses, see connections that all come from one port of ours, and whether they can dial us.
 
-    We are `listening` there. `told` gives our addresses for a peer that sees us at that IP address. A peer that does
-    not answer has seen nothing.
+    `told` gives our addresses for a peer that sees us at that IP address. A peer that does not answer has seen nothing.
     """
     sights: list[Sight] = []
     source: tuple[str, int] | None = None
@@ -164,9 +161,8 @@ async def look(
             continue
         try:
             with trio.fail_after(policy.look_s):
-                own = source_host(place[0], listening)
-                stream = await gate.connect_from((own, source[1] if source else 0), place)
-                source = source or (own, stream.socket.getsockname()[1])
+                stream = await gate.connect_from(source or (any_host(place[0]), 0), place)
+                source = source or (any_host(place[0]), stream.socket.getsockname()[1])
                 raw = RawConnection(TrioTCPStream(stream), initiator=True)
                 with held.hold(info.peer_id):
                     connection = await swarm.upgrade_outbound_raw_conn(raw, info.peer_id)
@@ -217,19 +213,6 @@ async def _ask(connection: SwarmConn, addresses: Iterable[Multiaddr], policy: Re
 def _places(named: Iterable[bytes]) -> list[tuple[str, int]]:
     """IP addresses and ports of those multiaddrs that are of TCP and nothing else."""
     return list(dict.fromkeys(place for each in named if (place := place_in(each)) is not None and place[1]))
-
-
-def source_host(host: str, listening: Iterable[str]) -> str:
-    """Our IP address from which to dial `host`, so that a peer of this machine sees us where we are `listening`.
-
-    This machine has many addresses for itself (127.0.0.0/8). Elsewhere the system chooses ours.
-    """
-    if scope_of(host) == "machine":
-        for address in listening:
-            place = host_and_port(Multiaddr(address))
-            if place is not None and scope_of(place[0]) == "machine" and (":" in place[0]) == (":" in host):
-                return place[0]
-    return any_host(host)
 
 
 def any_host(host: str) -> str:
