@@ -49,7 +49,7 @@ class _Waiting:
         self._called.set()
 
     def call(self) -> None:
-        """It does not wait any more, though it is not over."""
+        """Have it see whether it is to look for all."""
         self._called.set()
 
     async def wait(self) -> None:
@@ -188,6 +188,7 @@ class Admission:
         finally:
             if self._looker is waiting:
                 self._looker = None
+            if self._looker is None:  # the next one may have ended at the same time: then it calls another
                 others = (each for each in self._waiting.values() if not each.grows and not each.is_over)
                 if (other := next((each for each in others if each is not waiting), None)) is not None:
                     other.call()

@@ -317,6 +317,32 @@ async def test_another_session_looks_when_the_one_that_looked_waits_no_longer(wh
     assert worker.kv_tokens_free == KV_TOKENS
 
 
+@simulated
+async def test_another_session_looks_though_the_next_to_look_has_ended_with_the_one_that_looked() -> None:
+    """As when a link ends over which several sessions wait."""
+    worker = ExactWorker(ALL_BLOCKS, ROW, KV_TOKENS)
+    admission, holder = Admission(worker, AdmissionPolicy()), SessionId(bytes(16))
+    claim, goes = replace(claim_of("holder", KV_TOKENS), at_once=KV_TOKENS), trio.Event()
+    await admission.enter(Open(holder, ALL_BLOCKS, KV_TOKENS), claim, lambda _why: goes.set())
+
+    async def come(number: int, group: str) -> None:
+        opening = Open(SessionId(number.to_bytes(16, "big")), ALL_BLOCKS, FIFTH)
+        await admission.enter(opening, replace(claim_of(str(number), FIFTH), group=group), let_it_be)
+
+    async def go() -> None:
+        await goes.wait()
+        await admission.leave(holder)
+
+    async with trio.open_nursery() as nursery, trio.open_nursery() as of_link:
+        nursery.start_soon(go)
+        for number in (1, 2, 3):
+            of_link.start_soon(come, number, "of one link")
+            await trio.sleep(0.01)
+        nursery.start_soon(come, 4, "another")
+        await trio.sleep(0.5)
+        of_link.cancel_scope.cancel()
+
+
 @pytest.mark.parametrize("seed", seeds(20))
 def test_sessions_that_come_wait_give_up_and_end_while_a_server_drains_leave_nothing(seed: int) -> None:
     simulate(partial(hurry, seed), seed=seed)
