@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
+from llmnode.core.placement.host_rows import MOST_BLOCKS
 from llmnode.core.placement.machines import MOST_MACHINES, read_machines
 from llmnode.core.texts.visible import printable
 from llmnode.errors import ConfigError
 from llmnode.node import values
+from llmnode.node.commands.fitted_table import FittedTable
 from llmnode.node.commands.options import add_command, at_least_one
 from llmnode.node.status_lines import Telling, terminal
 from llmnode.node.terminal import open_console, show_json
@@ -20,8 +23,6 @@ if TYPE_CHECKING:
 
     from llmnode.core.placement.stages import Layout
     from llmnode.node.commands.options import Commands
-
-MOST_MODEL_BLOCKS = 1000
 
 
 def add(commands: Commands) -> None:
@@ -56,14 +57,10 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    import math
-
     from llmnode.core.placement.servers import most_throughput
     from llmnode.core.placement.stages import best_of, layouts
 
-    blocks = at_least_one(arguments.model_blocks, "--model-blocks")
-    if blocks > MOST_MODEL_BLOCKS:
-        raise ConfigError(f"--model-blocks {blocks}: give at most {MOST_MODEL_BLOCKS}")
+    blocks = at_least_one(arguments.model_blocks, "--model-blocks", MOST_BLOCKS)
     hops = math.inf if arguments.most_hops is None else at_least_one(arguments.most_hops, "--most-hops")
     machines = read_machines(arguments.machines, blocks)
     if (held := sum(len(each.speeds) for each in machines)) < blocks:
@@ -79,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
         show_json(_as_json(blocks, best, bound))
     else:
         console = open_console(stderr=False)
-        console.print(_table(best))
+        console.print(FittedTable(_table(best)))
         console.print(_summary(blocks, best, bound), highlight=False)
     return 0
 
@@ -89,7 +86,7 @@ def _table(layout: Layout) -> Table:
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 1, 0, 0))
-    table.add_column("host")
+    table.add_column("host", no_wrap=True)
     table.add_column("--blocks", no_wrap=True, justify="right")
     table.add_column("tokens/s", no_wrap=True, justify="right")
     for each in layout:

@@ -233,7 +233,7 @@ def test_placement_simulates_the_hosts_and_the_trace_of_files(tmp_path: Path) ->
     hosts.write_text("host,tokens_per_s,blocks\nfast,40,8\nslow,quick,4\n")
     refused = bench("placement", *files)
     assert refused.returncode == 2
-    assert f"{hosts}, line 3: tokens_per_s is 'quick': write a number above 0" in refused.stderr
+    assert f"{hosts}, line 3: tokens_per_s is 'quick': write a number from 0.001 to 1e" in refused.stderr
 
 
 def test_checkouts_compares_this_one_with_itself() -> None:

@@ -319,7 +319,7 @@ async def test_another_session_looks_when_the_one_that_looked_waits_no_longer(wh
 
 @simulated
 async def test_another_session_looks_though_the_next_to_look_has_ended_with_the_one_that_looked() -> None:
-    """As when a link ends over which several sessions wait."""
+    """A link ends over which several sessions wait."""
     worker = ExactWorker(ALL_BLOCKS, ROW, KV_TOKENS)
     admission, holder = Admission(worker, AdmissionPolicy()), SessionId(bytes(16))
     claim, goes = replace(claim_of("holder", KV_TOKENS), at_once=KV_TOKENS), trio.Event()

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 MOST_BYTES = 64 << 20
 MOST_BLOCKS = 1000
 """The most that a host may have: more than any model has."""
+LEAST_SPEED, MOST_SPEED = 1e-3, 1e9
+"""Tokens a second. Others are mistakes, and sums of them are not exact."""
 HOST, SPEED, BLOCKS = "host", "tokens_per_s", "blocks"
 
 
@@ -38,7 +40,7 @@ class HostRow:
 
     @property
     def speed(self) -> float:
-        return self.number(SPEED, "a number above 0", math.ulp(0.0))
+        return self.number(SPEED, f"a number from {LEAST_SPEED:g} to {MOST_SPEED:g}", LEAST_SPEED, MOST_SPEED)
 
     @property
     def blocks(self) -> int:
