@@ -36,7 +36,7 @@ def choose_listening(
 ) -> Listening:
     """`listen` and `mdns` are what the user says, [] and None if nothing; `contacts` are the peers and relays named.
 
-    - With contacts beyond this machine and its private networks, or with --mdns, the node is at every interface.
+    - With contacts beyond this machine and its private networks, or with --mdns, the node is at every IPv4 interface.
     - With contacts in private networks, or without any, it is in those of this machine. `own_ips` are the addresses of
       this machine.
     - A swarm whose contacts are all on this machine stays there. So does one that begins with --no-mdns or a key.
@@ -57,7 +57,7 @@ def choose_listening(
         return Listening(listen, tells, _warning(" ".join(listen), tells, is_private) if reached else "")
     if mdns or (beyond and not (private and all(map(is_local, beyond)))):
         why = "--mdns is given" if mdns else "a peer or relay beyond its private networks is named"
-        return Listening([EVERYWHERE], tells, _warning(f"every interface, since {why}", tells, is_private))
+        return Listening([EVERYWHERE], tells, _warning(f"every IPv4 interface, since {why}", tells, is_private))
     if not beyond and (named or is_private or mdns is False):
         return Listening([HERE], mdns=False)
     if not private:

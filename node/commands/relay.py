@@ -36,8 +36,8 @@ def add(commands: Commands) -> None:
     )
     add_listen(
         parser,
-        "every interface if peers beyond its private networks are named, these networks if peers there are named, else "
-        "this machine alone",
+        "every IPv4 interface if peers beyond its private networks are named, these networks if peers there are named, "
+        "else this machine alone",
     )
     add_announce(parser)
     add_peers(parser, "other relays or servers of the same swarm")

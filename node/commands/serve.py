@@ -73,9 +73,9 @@ def add(commands: Commands) -> None:
     )
     add_listen(
         parser,
-        "every interface with --mdns, or if peers, an INVITE or a relay beyond its private networks are named; this "
-        "machine alone if all are on it, or if none is named and the swarm is private or --no-mdns is given; else the "
-        "private networks of this machine",
+        "every IPv4 interface with --mdns, or if peers, an INVITE or a relay beyond its private networks are named; "
+        "this machine alone if all are on it, or if none is named and the swarm is private or --no-mdns is given; else "
+        "the private networks of this machine",
     )
     add_announce(parser)
     add_relay(parser)

@@ -88,5 +88,6 @@ def test_the_warning_says_where_others_reach_it_and_find_it_and_who_may_use_it(
     assert bool(said) == (list(found.listen) != [HERE])
     assert ("found there by mDNS" in said) == found.mdns
     assert ("anybody who reaches it there may use it" in said) == (bool(said) and not is_private)
-    assert all(each in said or each.split("/")[2] in said or "every interface" in said for each in found.listen if said)
+    everywhere = "every IPv4 interface" in said
+    assert all(everywhere or each in said or each.split("/")[2] in said for each in found.listen if said)
     assert ("--mdns is given" in said) == (bool(mdns) and not listen)
