@@ -191,6 +191,33 @@ def test_a_tokenizer_made_of_other_files_is_refused_too() -> None:
         check_loaded(PreTrainedTokenizerFast(tokenizer_object=made))
 
 
+ONE_BY_ONE = P.Split(Regex("."), "isolated")
+GROWING: dict[str, tuple[str, list[Any]]] = {  # Any: steps of tokenizers
+    "bytes of bytes": ("normalizer", [N.ByteLevel()]),
+    "bytes of words": ("pre_tokenizer", [ONE_BY_ONE, P.ByteLevel(add_prefix_space=True, use_regex=False)]),
+    "spaces around characters": ("normalizer", [N.BertNormalizer()]),
+    "spaces before words": ("pre_tokenizer", [ONE_BY_ONE, P.Metaspace("x", "always"), P.Metaspace("y", "always")]),
+}
+LONGEST = 16
+
+
+@pytest.mark.parametrize("name", GROWING)
+def test_steps_that_are_taken_make_no_text_longer_than_the_limit(name: str) -> None:
+    part, steps = GROWING[name]
+    kind, taken = N if part == "normalizer" else P, 0
+    for times in range(1, 7):
+        chain = kind.Sequence(steps * times)
+        try:
+            check_work({part: state(chain)})
+        except TooMuchWork:
+            continue
+        taken += 1
+        for text in ("\U0001f600", "\u4e2d", "a", "\u0130"):
+            pieces = [chain.normalize_str(text)] if kind is N else [each for each, _ in chain.pre_tokenize_str(text)]
+            assert sum(map(len, pieces)) <= LONGEST * len(text), (times, text)
+    assert 0 < taken < 6
+
+
 def test_json_that_is_too_deep_is_refused(folder: ModelFolder) -> None:
     (folder.path / "tokenizer.json").write_text(content("decoder", "[" * 100000 + "]" * 100000))
     with pytest.raises(ModelError, match="too many things in each other"):
