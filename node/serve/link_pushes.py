@@ -45,7 +45,7 @@ class LinkPushes:
         self._conduct = conduct
         self._tally = tally
         self._used = 0
-        """The pushes that sessions have taken, since the last question."""
+        """The pushes that were granted and came, since the last question. The peer counts each that it makes."""
         self._grants = LinkGrants(link, desk, nursery, on_bug)
 
     async def hear(self, frame: Frame) -> None:
@@ -77,6 +77,10 @@ class LinkPushes:
                     return
             except (PeerRefused, RemoteProtocolError) as error:
                 log.info("dropped a step pushed by peer=%s: %s", peer, error)
+                # It was granted, so its peer may ask one question more for it, as for a push that is used.
+                self._used += 1
+                if isinstance(error, RemoteProtocolError):
+                    session.inbox.pushes.expect(None)  # nor would the next one fit: their client made them so
                 return
         if self._desk.is_late(peer, frame.size_bytes):
             log.debug("dropped a late step of peer=%s", peer)

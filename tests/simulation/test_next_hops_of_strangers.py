@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import trio
 
-from llmnode.core.ids import SessionId
+from llmnode.core.ids import Epoch, SessionId, Step
 from llmnode.core.policy import ServePolicy, TurnPolicy
 from llmnode.core.span import Span
 from llmnode.testing import Conditions, Dialogue, World, check_coverage, open_world, simulated
+from llmnode.testing.exact_blocks import exact_input
 from llmnode.testing.hostile import HoleNamer, HostilePlan, RightsAsker
 from llmnode.testing.hostile.clients import open_frame, read_all
 from llmnode.testing.hostile.next_hops import named_next, one_step
 from llmnode.wire.frame import Frame, FrameType
-from llmnode.wire.messages import Neighbours, pack
+from llmnode.wire.messages import Neighbours, OpenRequest, pack, unpack
 from llmnode.wire.payload import Codec
 from simulation.pushes import neighbours
 
@@ -118,3 +120,43 @@ async def test_pushes_to_a_strangers_own_server_give_no_questions_for_another_on
         assert own.server.tally.given_directly > 2 * burst
         asked = sum(len(each.asked) for links in victim.server.desk._links.values() for each in links)
         assert burst - 2 <= asked <= burst
+
+
+@pytest.mark.parametrize("codec", [Codec.RAW, Codec.FP16], ids=["too long", "of another codec"])
+@simulated
+async def test_pushes_that_a_strangers_session_drops_buy_no_questions_that_the_next_hop_does_not_expect(
+    codec: Codec,
+) -> None:
+    """Else the next hop looks at no more questions of this server, and takes no pushes meanwhile."""
+    burst, length, pushes, rng = 16, 60, 100, random.Random(0)
+    pushing, taking, asking = (SessionId(bytes([number]) * 16) for number in range(1, 4))
+    policy = ServePolicy(wants=TurnPolicy(2 * burst, 1e-6, 1e-6), rights_burst=burst, rights_per_s=1e-6)
+    async with open_world(conditions=CONDITIONS, serve_policy=policy) as world:
+        first, victim = [await world.start(name, span) for name, span in (("0a", FIRST), ("1a", SECOND))]
+        await check_coverage(world)
+        stranger = world.internet.network("stranger")
+        to_first, to_victim = [await stranger.dial(each.network.addresses[0]) for each in (first, victim)]
+        async with trio.open_nursery() as nursery:
+            for link in (to_first, to_victim):
+                nursery.start_soon(read_all, link)
+            opening = open_frame(world, victim, taking, length)
+            request = replace(unpack(OpenRequest, opening.meta), codec=codec)
+            await to_victim.send(replace(opening, meta=pack(request)))
+            await to_victim.send(neighbours(taking, 1, sender="0a"))
+            for session in (pushing, asking):
+                await to_first.send(open_frame(world, first, session, length + pushes))
+            whole = exact_input(rng, length)
+            await to_first.send(Frame(FrameType.STEP, pushing, length=length, payload=whole))
+            await trio.sleep(1)
+            meta = pack(Neighbours("", victim.peer, taking, quiet=False, again=False))
+            await to_first.send(Frame(FrameType.NEIGHBOURS, pushing, meta=meta))
+            await trio.sleep(2)
+            for number in range(pushes):
+                at = Step(1 + number), length + number
+                await to_first.send(Frame(FrameType.STEP, pushing, Epoch(0), *at, 1, payload=exact_input(rng, 1)))
+                await to_first.send(named_next(asking, number, victim.peer, rng))
+                await trio.sleep(0.2)
+            nursery.cancel_scope.cancel()
+        assert not victim.server.tally.given_directly
+        assert await longest_step_s(world) < 0.2
+        assert victim.server.tally.given_directly >= STEPS - 1

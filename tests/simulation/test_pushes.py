@@ -103,6 +103,22 @@ async def test_a_former_sender_s_pushes_cost_its_link_and_not_the_session() -> N
         assert not session.recoveries
 
 
+@simulated
+async def test_the_first_push_that_does_not_fit_ends_the_right_and_no_link_or_session() -> None:
+    async with a_session() as (swarm, session, dialogue):
+        first, victim = (swarm.node(session.route[number].peer) for number in (0, 1))
+        (served,) = sessions_of(victim)
+        link = link_between(first, victim)
+        step = pushed_step(served, number=7)
+        for _ in range(AT_ONCE):
+            await link.send(replace(step, payload=step.payload[1:]))
+        await trio.sleep(1)
+        assert served.inbox.pushes.sender is None
+        assert not link._error, "the others came late"
+        await dialogue.step(1)
+        assert not session.recoveries
+
+
 def _revoked(session: InferenceSession):  # type: ignore[no-untyped-def]  # requests of a session's state
     hops = session._hops.hops
     hops[0].pushing.is_trusted = False
