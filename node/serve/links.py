@@ -84,9 +84,11 @@ async def _answer_with_view(swarm: Swarm, link: Link, frame: Frame) -> Frame:
     answer_bytes = swarm.most_answer_bytes
     if not link.scope.take(Resource.MEMORY, answer_bytes):
         raise PeerRefused(RefusalCode.BUSY, "no memory is left for an answer now")
+    link.scope.reserve(Resource.ANSWERS, answer_bytes)  # they have no limit of their own
     try:
         return await swarm.answer(frame, link)
     finally:
+        link.scope.release(Resource.ANSWERS, answer_bytes)
         link.scope.release(Resource.MEMORY, answer_bytes)
 
 

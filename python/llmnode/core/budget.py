@@ -30,6 +30,8 @@ class Resource(Enum):
     WINDOWS = "bytes that may arrive ahead of our reading"
     """A part of the memory."""
     PUSHES = "bytes of memory that other servers may push"
+    ANSWERS = "bytes of memory for answers that are being made"
+    """A part of the memory, for milliseconds. It makes nobody the one that holds most: we choose when it is held."""
     WORK = "bytes of steps that are computed"
     PASSES = "bytes of passes, which train"
     """Apart from the work, so that passes that wait take no memory from steps."""
@@ -348,18 +350,23 @@ def choose_victim(full: Scope, asker: Scope, resource: Resource, *, has_waited: 
     ]
     groups = {group for _, _, group in rivals if group is not None}
     limit = full.limit(resource)
-    of_groups = sum(each.held[resource] for each in full.within(Kind.GROUP))
+    of_groups = sum(_kept(each, resource) for each in full.within(Kind.GROUP))
     share = 0 if limit is None else (limit - full.held[resource] + of_groups) // max(1, len(groups))
-    own_held = 0 if own is None else own.held[resource]
+    own_held = 0 if own is None else _kept(own, resource)
     for worth, least in ((Worth.NOTHING, 0), (Worth.LINK, share), (Worth.USED, share), (Worth.LINK, 0)):
         of_others = [
-            (group.held[resource], each.held[resource], each.number, each)
+            (_kept(group, resource), _kept(each, resource), each.number, each)
             for each, use, group in rivals
-            if use is worth and group not in (None, own) and group.held[resource] > max(own_held, least)
+            if use is worth and group not in (None, own) and _kept(group, resource) > max(own_held, least)
         ]
         if of_others:
             return max(of_others, key=lambda each: each[:3])[3]
     return _own_victim([each for each, _, group in rivals if group is own], asking, resource)
+
+
+def _kept(scope: Scope, resource: Resource) -> int:
+    """What a scope holds, without the memory of answers that are being made for it."""
+    return scope.held[resource] - (scope.held[Resource.ANSWERS] if resource is Resource.MEMORY else 0)
 
 
 def _do_nothing() -> None: ...
@@ -371,9 +378,9 @@ def _own_victim(rivals: list[Scope], asking: Scope | None, resource: Resource) -
         return min(unused, key=lambda each: each.number)
     if resource not in (Resource.MEMORY, Resource.WINDOWS) or asking is None:
         return None
-    use, held = asking.use_of(resource), asking.held[resource]
-    larger = [each for each in rivals if each.use_of(resource) <= use and each.held[resource] > held]
-    return max(larger, key=lambda each: (each.held[resource], each.number), default=None)
+    use, held = asking.use_of(resource), _kept(asking, resource)
+    larger = [each for each in rivals if each.use_of(resource) <= use and _kept(each, resource) > held]
+    return max(larger, key=lambda each: (_kept(each, resource), each.number), default=None)
 
 
 def limits_of(policy: BudgetPolicy, kind: Kind) -> dict[Resource, int]:

@@ -286,6 +286,28 @@ def test_what_nothing_uses_makes_way_at_once_also_if_we_have_opened_it() -> None
     assert unused.is_closed
 
 
+def test_nobody_holds_most_by_an_answer_that_is_being_made() -> None:
+    """We choose when that is, and others ask at the same time."""
+    budget = Budget(POLICY)
+    asking = _holding(budget, "asking", "9.9.9.9", 60, Worth.USED)
+    assert asking.take_all({Resource.MEMORY: 180, Resource.ANSWERS: 180})
+    others = [_holding(budget, f"other {number}", f"9.9.{number}.9", 190, Worth.USED) for number in range(3)]
+    newcomer = _holding(budget, "newcomer", "127.0.0.1", 0, Worth.LINK)
+    assert newcomer.take(Resource.MEMORY, 200)
+    assert not asking.is_closed
+    assert sum(each.is_closed for each in others) == 1
+
+
+def test_in_a_group_nobody_holds_most_by_an_answer_that_is_being_made() -> None:
+    budget = Budget(POLICY)
+    asking = _holding(budget, "asking", "9.9.9.9", 60, Worth.USED)
+    assert asking.take_all({Resource.MEMORY: 180, Resource.ANSWERS: 180})
+    neighbour = _holding(budget, "neighbour", "9.9.9.9", 100, Worth.USED)
+    _holding(budget, "third", "9.9.9.9", 90, Worth.USED)
+    assert not neighbour.take(Resource.MEMORY, 150)
+    assert not asking.is_closed
+
+
 def test_who_takes_a_place_ends_the_connection_that_had_it() -> None:
     budget, ended = Budget(POLICY), []
     for address in ("8.8.8.7", "9.9.9.9"):
