@@ -32,6 +32,7 @@ __all__ = [
     "NoRoute",
     "NumericOverflow",
     "PeerError",
+    "PeerFull",
     "PeerRefused",
     "PeerTimeout",
     "PeerUnreachable",
@@ -107,6 +108,10 @@ class PeerError(LlmnodeError):
         self.span = self.span or span
         return self
 
+    def again(self) -> Self:
+        """A fresh copy, so that no error object collects the tracebacks of all that wait for one event."""
+        return type(self)(self.message, peer=self.peer, span=self.span)
+
     def __str__(self) -> str:
         culprit = f"peer {self.peer}" if self.peer else "a peer"
         blocks = f" (blocks [{self.span.start}, {self.span.end}))" if self.span else ""
@@ -115,6 +120,10 @@ class PeerError(LlmnodeError):
 
 class PeerUnreachable(PeerError):
     """The peer cannot be dialled, or its connection ended."""
+
+
+class PeerFull(PeerUnreachable):
+    """The peer has ended our link since others need its place or its memory. It is busy: that is no fault."""
 
 
 class PeerTimeout(PeerError):

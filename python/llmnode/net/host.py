@@ -348,11 +348,13 @@ class Libp2pNetwork:
 
     async def _run(self, link: Libp2pLink, connection: IMuxedConn) -> None:
         self._links[link] = connection
-        scope = cast("YamuxConnection", connection).scope
-        scope.worth = max(scope.worth, Worth.LINK)
+        muxed = cast("YamuxConnection", connection)
+        muxed.scope.worth = max(muxed.scope.worth, Worth.LINK)
+        muxed.farewells[link] = link.say_full
         try:
             await link.run()
         finally:
+            del muxed.farewells[link]
             link.scope.close()
             del self._links[link]
 

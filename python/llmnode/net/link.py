@@ -18,13 +18,12 @@ import logging
 import math
 import random
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import trio
 from libp2p.stream_muxer.exceptions import MuxedStreamEOF, MuxedStreamError
 
-from llmnode.core.budget import Kind
+from llmnode.core.budget import Kind, Worth
 from llmnode.core.ids import NO_SESSION
 from llmnode.core.links.heartbeats import Heartbeats
 from llmnode.core.links.pace import LinkPaces
@@ -35,6 +34,7 @@ from llmnode.net.outbox import Outbox
 from llmnode.net.packer import Packer
 from llmnode.net.yamux_stream import ProtocolRefused
 from llmnode.wire.frame import Frame, FrameDecoder, FrameType
+from llmnode.wire.refusal import farewell_of_full
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -176,6 +176,13 @@ class Libp2pLink:
         self._fail(PeerUnreachable(f"link closed: {reason}"))
         await trio.lowlevel.checkpoint()
 
+    def say_full(self) -> None:
+        """Tell the peer, if it has opened the link, that others need its place. It hears that now, or never."""
+        connection = self.scope.of_kind(Kind.CONNECTION)
+        is_theirs = connection is not None and connection.worth is not Worth.OURS
+        if is_theirs and self._writer and not self._unwritten and not self.has_ended:
+            self._write_at_once(farewell_of_full())
+
     @property
     def has_ended(self) -> bool:
         return self._end_error is not None
@@ -222,11 +229,9 @@ class Libp2pLink:
         log.debug("link to %s ends: %s", self.peer, error.message)
 
     def _end_reason(self) -> PeerError:
-        """A fresh copy: one error object must not collect the tracebacks of every waiter."""
-        error = self._end_error
-        if error is None:  # closed from outside, before `run` began
+        if self._end_error is None:  # closed from outside, before `run` began
             return PeerUnreachable("link closed", peer=self.peer)
-        return type(error)(error.message, peer=error.peer, span=error.span)
+        return self._end_error.again()
 
     async def _read(self) -> None:
         decoder, left = self._decoder, FRAMES_AT_ONCE
@@ -327,8 +332,13 @@ class Libp2pLink:
         """The link ends if others do not give memory back in time, of several that wait for it one after the other."""
         patience_s = self._policy.memory_patience_s * random.uniform(0.5, 1)
         why = "no memory is left for what goes over this link"
-        take = partial(self._charge, more_bytes, has_waited=True)
-        await self._wait(lambda: self._charge(more_bytes), patience_s, why, take)
+
+        def take_at_last() -> bool:
+            if not (has_memory := self._charge(more_bytes, has_waited=True)):
+                self.say_full()
+            return has_memory
+
+        await self._wait(lambda: self._charge(more_bytes), patience_s, why, take_at_last)
 
     async def _wait(
         self, is_ready: Callable[[], bool], patience_s: float, why: str, at_last: Callable[[], bool] = lambda: False

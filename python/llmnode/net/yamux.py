@@ -62,8 +62,10 @@ class YamuxConnection(IMuxedConn):
         """
         assert isinstance(conn, NoiseConnection), "this muxer takes over the session of secure.py"
         self.scope = scope or Scope(None, Kind.CONNECTION, "unlimited", {})
-        self.scope.on_evict = self.end
+        self.scope.on_evict = self._make_way
         self._note_untaken = note_untaken
+        self.farewells: dict[object, Callable[[], None]] = {}
+        """Each says something before the connection ends since others need its place. It is called at most once."""
         self.used_s = trio.current_time()
         """When it was last used for anything but links, for a connection that holds nothing does not stay."""
         self.peer_id = peer_id
@@ -250,6 +252,11 @@ class YamuxConnection(IMuxedConn):
         self._openers.unpark_all()
 
     # The end
+
+    def _make_way(self) -> None:
+        for say_farewell in list(self.farewells.values()):
+            say_farewell()
+        self.end()
 
     def end(self) -> None:
         """From here on nothing is sent or received. Bytes that were received can still be read."""

@@ -23,7 +23,7 @@ from llmnode.core.peers.whereabouts import groups_of
 from llmnode.core.route import Hop, Route, cost_s, find_detour, find_route
 from llmnode.core.span import Span
 from llmnode.core.view import online
-from llmnode.errors import NoRoute, PeerError, PeerRefused, PeerUnreachable
+from llmnode.errors import NoRoute, PeerError, PeerFull, PeerRefused, PeerUnreachable
 from llmnode.session.asking import Asking
 from llmnode.session.better_routes import BetterRoutes
 from llmnode.session.newcomers import Newcomers
@@ -108,10 +108,16 @@ class PeerFinder:
             log.warning(text, self.model.precision.name, ", ".join(self.others[:NAMED]))
 
     def report(self, error: PeerError) -> None:
-        """A peer failed: others are preferred to it for a while. A refusal for full KV only lasts as it says."""
+        """A peer failed: others are preferred to it for a while. A refusal for full KV only lasts as it says.
+
+        One that has no place for us now is busy, and costs more for a while.
+        """
         if error.peer is None:
             return
         now_s = trio.current_time()
+        if isinstance(error, PeerFull):
+            self.records.note_crowded(error.peer, now_s)
+            return
         is_new = not self.records.bans.is_banned(error.peer, now_s)  # one event may fail several sessions
         if isinstance(error, PeerRefused):
             if error.retry_after_s is not None:

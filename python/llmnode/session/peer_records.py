@@ -60,6 +60,7 @@ class PeerRecords:
         self._swarm = swarm
         self._reaching = reaching
         self._trials = trials
+        self._crowded = Bans(policy.route.ban_s, policy.route.longest_ban_s)
         self._full_until_s: dict[PeerId, float] = {}  # peers without free KV for a session, by their own estimate
 
     def tell_absence(self, absence: NoRoute, until_s: float) -> None:
@@ -72,6 +73,15 @@ class PeerRecords:
         """The peer says that it has no KV for a session for this time."""
         still = {each: until_s for each, until_s in self._full_until_s.items() if until_s > now_s}
         self._full_until_s = {**still, peer: now_s + retry_after_s}
+
+    def note_crowded(self, peer: PeerId, now_s: float) -> None:
+        """The peer has ended our link for others. It counts as full, for longer each time: it is its word."""
+        self._crowded.report(peer, now_s)
+        self.note_full(peer, self._crowded.left_s(peer, now_s), now_s)
+
+    def is_full(self, peer: PeerId, now_s: float) -> bool:
+        """Whether it has said so, for a time that is not over."""
+        return now_s < self._full_until_s.get(peer, now_s)
 
     def good(self, announcements: Sequence[Announcement]) -> list[Announcement]:
         """Those of peers that have not failed lately."""

@@ -17,6 +17,7 @@ from llmnode.core.view import Source
 from llmnode.errors import (
     LocalProtocolError,
     PeerError,
+    PeerFull,
     PeerRefused,
     PeerTimeout,
     PeerUnreachable,
@@ -28,6 +29,7 @@ from llmnode.wire import version_1
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.load_now import load_of
 from llmnode.wire.messages import Description, Refusal, RefusalCode, unpack
+from llmnode.wire.refusal import is_farewell_of_full
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -73,6 +75,8 @@ class PeerConnection:
         self._listeners: dict[SessionId, tuple[Callable[[Frame], None], Callable[[], None]]] = {}
         self._gone: dict[SessionId, PeerRefused] = {}
         """The sessions that the peer has ended unasked, and why."""
+        self._says_full = False
+        """The last frame says that the link makes way for others."""
         self._better: PeerConnection | None = None
         self._has_better = trio.Event()
 
@@ -245,7 +249,7 @@ class PeerConnection:
         if question in self._waiting:
             raise LocalProtocolError("this step is waiting for its answer already")
         if self._ended is not None:
-            raise _again(self._ended)
+            raise self._ended.again()
         if (gone := self._gone.get(session)) is not None:
             raise PeerRefused(gone.code, gone.reason, retry_after_s=gone.retry_after_s, peer=self.peer)
         expected = self._waiting[question] = Expected(self, question)
@@ -282,13 +286,16 @@ class PeerConnection:
         try:
             while True:
                 frame = await self._link.receive()
+                self._says_full = False
                 if (waiter := self._waiting.get(_question(frame))) is not None:
                     waiter.arrive(frame)
                 elif (listener := self._listeners.get(frame.session)) is not None:
                     listener[0](frame)
                 else:
-                    self._note_gone(frame)
+                    self._note_unasked(frame)
         except PeerError as error:
+            if self._says_full and isinstance(error, PeerUnreachable):
+                error = PeerFull("others need the place of this link")
             self._ended = error.blame(self.peer)
         finally:
             if self._ended is None:  # the task was cancelled
@@ -299,8 +306,9 @@ class PeerConnection:
             for _, end in self._listeners.values():
                 end()
 
-    def _note_gone(self, frame: Frame) -> None:
-        """Nobody waits for the frame: it comes too late, or says that the peer has a session no more."""
+    def _note_unasked(self, frame: Frame) -> None:
+        """Nobody waits for the frame: it comes too late, or says that the peer has a session or our link no more."""
+        self._says_full = is_farewell_of_full(frame)
         if frame.type is FrameType.REFUSAL and frame.session in self.sessions:
             try:
                 self.checked(frame, FrameType.REFUSAL)
@@ -321,7 +329,7 @@ class PeerConnection:
     def error(self) -> PeerError:
         """The reason of its end: a fresh error at each call."""
         assert self._ended is not None
-        return _again(self._ended)
+        return self._ended.again()
 
     def checked(self, answer: Frame, expected: FrameType) -> Frame:
         if answer.type is FrameType.REFUSAL:
@@ -394,8 +402,3 @@ def source_of(link: Link) -> Source:
 
 def _question(frame: Frame) -> Question:
     return frame.session, frame.epoch, frame.step
-
-
-def _again(error: PeerError) -> PeerError:
-    """A fresh copy, so that no error object collects the tracebacks of every waiter."""
-    return type(error)(error.message, peer=error.peer, span=error.span)

@@ -10,11 +10,12 @@ import trio
 
 from llmnode.core.account import Account
 from llmnode.core.address_groups import address_groups
-from llmnode.core.budget import Kind, Resource
+from llmnode.core.budget import Kind, Resource, Worth
 from llmnode.core.ids import NO_SESSION
 from llmnode.core.traffic import TrafficMeter
 from llmnode.errors import PeerError, PeerUnreachable
 from llmnode.wire.frame import Frame, FrameType
+from llmnode.wire.refusal import farewell_of_full
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -175,7 +176,13 @@ class MemoryLink:
             self._send(None)
 
     def _evict(self) -> None:
+        self._say_full()
         self.fail(PeerUnreachable("others have taken its place"))
+
+    def _say_full(self) -> None:
+        """As a real link does, if the far side has opened it."""
+        if self._error is None and self.connection.worth is not Worth.OURS:
+            self._send(farewell_of_full())
 
     def _hold(self, more_bytes: int, *, has_waited: bool = False) -> bool:
         """Whether there is memory for that."""
@@ -189,6 +196,7 @@ class MemoryLink:
                 if self._hold(more_bytes):
                     return
         if self._error is None and not self._hold(more_bytes, has_waited=True):
+            self._say_full()
             self.fail(PeerUnreachable("no memory is left for what goes over this link"))
 
     def die(self) -> None:
@@ -288,6 +296,7 @@ class MemoryLink:
             medium.note(f"{self.peer} -> {self.own.peer} {medium.describe(frame)}{twice}")
         for _ in range(1 + bool(again)):
             if not self._hold(frame.size_bytes):
+                self._say_full()
                 return self.fail(PeerUnreachable("no memory is left for what goes over this link"))
             try:
                 self._delivered.send_nowait(frame)
@@ -324,4 +333,4 @@ class MemoryLink:
 
     def _reason(self) -> PeerError:
         assert self._error is not None
-        return type(self._error)(self._error.message, peer=self._error.peer)
+        return self._error.again()

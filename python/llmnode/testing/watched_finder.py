@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
-from llmnode.errors import PeerRefused
+from llmnode.errors import PeerFull, PeerRefused
 from llmnode.session.peer_finder import PeerFinder
 
 if TYPE_CHECKING:
@@ -31,7 +31,8 @@ class WatchedFinder(PeerFinder):
 
     def report(self, error: PeerError) -> None:
         super().report(error)
-        if error.peer is not None and not (isinstance(error, PeerRefused) and not self._breaks_promise(error)):
+        is_busy = isinstance(error, PeerFull) or (isinstance(error, PeerRefused) and not self._breaks_promise(error))
+        if error.peer is not None and not is_busy:
             self.failures.append((trio.current_time(), error.peer))
             self.banned.append((trio.current_time(), error))
 

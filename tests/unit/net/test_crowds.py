@@ -14,10 +14,11 @@ from libp2p.network.stream.exceptions import StreamError
 
 from llmnode.core.budget import Kind, Resource, Worth
 from llmnode.core.policy import BudgetPolicy, LinkPolicy
-from llmnode.errors import PeerError, PeerUnreachable
+from llmnode.errors import PeerError, PeerFull, PeerUnreachable
 from llmnode.net.addresses import LISTEN_ANY_LOOPBACK, parse_peer
 from llmnode.net.host import LINK_PROTOCOL, Libp2pNetwork, open_network
 from llmnode.net.select import open_unanswered
+from llmnode.swarm.peer_connection import open_connection
 from llmnode.wire.frame import HEADER_BYTES, Frame, FrameType, encode
 from unit.in_trio import in_trio
 from unit.links import DESCRIBE, POLICY, session_id
@@ -383,6 +384,40 @@ async def test_a_client_s_servers_at_one_address_wait_for_each_other_s_memory() 
         for link in (asking, busy):
             await link.send(DESCRIBE)
             assert (await link.receive()).type is FrameType.DESCRIPTION
+
+
+@in_trio
+async def test_a_peer_whose_connection_makes_way_for_another_s_hears_that() -> None:
+    async with crowd(BudgetPolicy()) as (server, _), open_network([], POLICY) as client:
+        async with open_connection(await client.dial(server.addresses[0])) as connection:
+            await connection.ask_peer(FrameType.DESCRIBE, FrameType.DESCRIPTION, 5)
+            (theirs,) = server.budget.process.within(Kind.CONNECTION)
+            theirs.evict()
+            with trio.fail_after(5):
+                await connection.wait_ended()
+            assert isinstance(connection.error, PeerFull)
+        async with open_connection(await client.dial(server.addresses[0])) as connection:
+            await connection.ask_peer(FrameType.DESCRIBE, FrameType.DESCRIPTION, 5)
+            (own,) = client.budget.process.within(Kind.CONNECTION)
+            own.evict()
+            await connection.wait_ended()
+            assert not isinstance(connection.error, PeerFull), "the server is not full"
+
+
+@in_trio
+async def test_a_peer_for_whose_frames_no_memory_is_left_hears_that() -> None:
+    async with (
+        crowd(BudgetPolicy(), LinkPolicy(memory_patience_s=0.2)) as (server, _),
+        open_network([], POLICY) as client,
+        open_connection(await client.dial(server.addresses[0])) as connection,
+    ):
+        await connection.ask_peer(FrameType.DESCRIBE, FrameType.DESCRIPTION, 5)
+        process = server.budget.process
+        process.set_limit(Resource.MEMORY, process.held[Resource.MEMORY])
+        await connection.tell(Frame(FrameType.STEP, session_id(), length=1, payload=bytes(2 * MIB)))
+        with trio.fail_after(5):
+            await connection.wait_ended()
+        assert isinstance(connection.error, PeerFull)
 
 
 @in_trio

@@ -9,13 +9,14 @@ import pytest
 import trio
 
 from llmnode.core.ids import Epoch, SessionId, Step
-from llmnode.errors import PeerRefused, RemoteProtocolError
+from llmnode.errors import PeerFull, PeerRefused, RemoteProtocolError
 from llmnode.swarm.peer_connection import PeerConnection, open_connection
 from llmnode.swarm.uploads import Uploads
 from llmnode.testing import open_internet, simulated
 from llmnode.wire.frame import Frame, FrameType
-from llmnode.wire.messages import Refusal, pack, unpack
+from llmnode.wire.messages import Refusal, RefusalCode, pack, unpack
 from llmnode.wire.push_messages import PushLimit
+from llmnode.wire.refusal import farewell_of_full, refusal_of
 from unit.in_trio import in_trio
 
 if TYPE_CHECKING:
@@ -46,6 +47,26 @@ async def test_words_about_a_session_that_cannot_be_read_end_the_connection_and_
             with pytest.raises(RemoteProtocolError) as asked:
                 connection.expect(session, Epoch(0), Step(0))
             assert {connection.error.peer, asked.value.peer} == {server.peer}
+
+
+@pytest.mark.parametrize("says", ["full", "full, and more", "busy with a question"])
+@simulated
+async def test_a_peer_is_full_if_it_says_so_in_the_last_frame_of_the_link(says: str) -> None:
+    async with open_internet() as internet:
+        client, server = internet.network("client"), internet.network("server")
+        async with open_connection(await client.dial(server.addresses[0])) as connection, server.accept() as link:
+            if says == "busy with a question":
+                await link.send(refusal_of(Frame(FrameType.NEWS, step=Step(1)), RefusalCode.BUSY, "no memory"))
+            else:
+                await link.send(farewell_of_full())
+            if says == "full, and more":
+                await link.send(Frame(FrameType.NEWS))
+            await trio.sleep(1)
+            assert not connection.has_ended
+            await link.end("others need its place")
+            await connection.wait_ended()
+            assert isinstance(connection.error, PeerFull) is (says == "full")
+            assert connection.error.peer == server.peer
 
 
 def unread(meta: Buffer) -> None:

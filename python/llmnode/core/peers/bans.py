@@ -41,6 +41,11 @@ class Bans:
         """All peers that are banned now."""
         return {peer for peer in self._bans if self.is_banned(peer, now_s)}
 
+    def left_s(self, peer: PeerId, now_s: float) -> float:
+        """How much longer it is banned; 0 if it is not."""
+        ban = self._bans.get(peer)
+        return 0.0 if ban is None else max(0.0, ban.until_s - now_s)
+
     def is_banned(self, peer: PeerId, now_s: float) -> bool:
         ban = self._bans.get(peer)
         return ban is not None and now_s < ban.until_s
