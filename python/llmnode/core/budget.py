@@ -365,7 +365,7 @@ def choose_victim(full: Scope, asker: Scope, resource: Resource, *, has_waited: 
 
 
 def _kept(scope: Scope, resource: Resource) -> int:
-    """What a scope holds, without the memory of answers that are being made for it."""
+    """The amount that counts for a scope: memory of answers that are being made for it is left out."""
     return scope.held[resource] - (scope.held[Resource.ANSWERS] if resource is Resource.MEMORY else 0)
 
 

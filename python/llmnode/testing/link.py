@@ -180,7 +180,7 @@ class MemoryLink:
         self.fail(PeerUnreachable("others have taken its place"))
 
     def _say_full(self) -> None:
-        """As a real link does, if the far side has opened it."""
+        """Tell the far side, if it has opened the link, as a real link does."""
         if self._error is None and self.connection.worth is not Worth.OURS:
             self._send(farewell_of_full())
 
