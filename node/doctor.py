@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from llmnode.core.peers.nat import Reached
-from llmnode.core.policy import ClientPolicy, LinkPolicy, ReachPolicy, SwarmPolicy
+from llmnode.core.policy import ClientPolicy, LinkPolicy, SwarmPolicy
 from llmnode.core.span import Span
 from llmnode.errors import ConfigError, ModelError, PeerError, PeerRefused, single_error
 from llmnode.machine.cache_folder import cache_folder, is_writable, nearest, show_bytes
@@ -36,7 +36,7 @@ from llmnode.node.findings import (
     check_named,
     check_unread,
 )
-from llmnode.node.reach import explain
+from llmnode.node.reach import explain, look_by_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -59,8 +59,6 @@ CRC32C_CHECK = 0xE3069283
 """The checksum of b"123456789", as the catalogues of CRCs list it."""
 SPARE_DISK_BYTES = 2 << 30
 """The embedded model takes a quarter of it, and torch's compiled code some more."""
-LISTEN_ANYWHERE = "/ip4/0.0.0.0/tcp/0"
-"""For the moment in which peers try to dial this machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,22 +289,26 @@ async def _check_reach(doctor: Doctor, addresses: Sequence[str]) -> None:
     """Whether others could dial a server here, and which NAT is in the way if not."""
     from llmnode.net.addresses import LISTEN_ANY_LOOPBACK
     from llmnode.net.host import open_network
+    from llmnode.net.listeners import listenable_ips
+    from llmnode.node.listening import everywhere
 
     doctor.working("asking how they see this machine")
-    listen = doctor.config.listen if list(doctor.config.listen) != [LISTEN_ANY_LOOPBACK] else [LISTEN_ANYWHERE]
+    is_told = list(doctor.config.listen) != [LISTEN_ANY_LOOPBACK]
+    listen = doctor.config.listen if is_told else everywhere(listenable_ips())
     try:
         async with open_network(listen, LinkPolicy(), swarm_key=doctor.config.to.key) as network:
-            doctor.found(reach_finding(await network.look(addresses, ReachPolicy())))
+            doctor.found(*reach_findings(await look_by_version(network, addresses)))
     except ConfigError as error:  # the address was checked, but another program may have taken it since
         doctor.found(Finding("reach", WARNING, str(error), "stop what holds the address, or give another --listen"))
 
 
-def reach_finding(reach: Reach | None) -> Finding:
-    """A client needs to be reached by nobody, so it is never a blocker."""
-    if reach is None:
-        return Finding("reach", OK, "no peer says how it sees this machine")
-    text, fix = explain(reach)
-    return Finding("reach", WARNING if reach.reached is Reached.NO else OK, text, fix)
+def reach_findings(reaches: Sequence[Reach]) -> list[Finding]:
+    """A client needs to be reached by nobody, so none of them is a blocker."""
+    found = []
+    for reach in reaches:
+        text, fix = explain(reach, reaches)
+        found.append(Finding("reach", WARNING if reach.reached is Reached.NO else OK, text, fix))
+    return found or [Finding("reach", OK, "no peer says how it sees this machine")]
 
 
 async def _check_swarm(doctor: Doctor, addresses: Sequence[str], model: ModelInfo | None) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 from llmnode.client.portal import open_portal
 from llmnode.core.span import Span
 from llmnode.errors import ConfigError
-from llmnode.net.addresses import own_ips
+from llmnode.net.listeners import listenable_ips
 from llmnode.node.app import NodeConfig, open_node
 from llmnode.node.listening import choose_listening
 
@@ -80,7 +80,7 @@ class Node:
         """With the addresses to listen at."""
         if self._is_told_where or not self._config.mdns or self._config.way_in().key is not None:
             return self._config
-        here = choose_listening([], [], map(str, own_ips()), is_private=False, mdns=None)
+        here = choose_listening([], [], listenable_ips(), is_private=False, mdns=None)
         return replace(self._config, listen=here.listen)
 
     def __enter__(self) -> Self:

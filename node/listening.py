@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from llmnode.core.peers.dial_gate import is_local, scope_of
+from llmnode.core.peers.dial_gate import PUBLIC, is_local, scope_of
 from llmnode.core.policy import SwarmPolicy
 from llmnode.errors import ConfigError
 from llmnode.net.addresses import parse_announced, parse_listen, parse_peer, parse_relay
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from llmnode.net.invite import Invite
 
 HERE = "/ip4/127.0.0.1/tcp/0"
-EVERYWHERE = "/ip4/0.0.0.0/tcp/0"
+EVERYWHERE_4, EVERYWHERE_6 = "/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +36,9 @@ def choose_listening(
 ) -> Listening:
     """`listen` and `mdns` are what the user says, [] and None if nothing; `contacts` are the peers and relays named.
 
-    - With contacts beyond this machine and its private networks, or with --mdns, the node is at every IPv4 interface.
+    - With contacts beyond this machine and its private networks, or with --mdns, the node is at every interface.
     - With contacts in private networks, or without any, it is in those of this machine. `own_ips` are the addresses of
-      this machine.
+      this machine, without those of IPv6 if nothing can listen at them.
     - A swarm whose contacts are all on this machine stays there. So does one that begins with --no-mdns or a key.
 
     The warning says where others reach the node. Raises ConfigError for --mdns where nothing could be told of.
@@ -48,7 +48,8 @@ def choose_listening(
     tells = mdns is not False and not is_private
     named = list(contacts)
     beyond = [each for each in map(_host, named) if not _is_here(each)]
-    private = _in_private_networks(own_ips, beyond)
+    own = sorted(set(own_ips))
+    private = _in_private_networks(own, beyond)
     if listen:
         reached = not all(_is_here(_host(each)) for each in listen)
         if mdns and not reached:
@@ -57,21 +58,27 @@ def choose_listening(
         return Listening(listen, tells, _warning(" ".join(listen), tells, is_private) if reached else "")
     if mdns or (beyond and not (private and all(map(is_local, beyond)))):
         why = "--mdns is given" if mdns else "a peer or relay beyond its private networks is named"
-        return Listening([EVERYWHERE], tells, _warning(f"every IPv4 interface, since {why}", tells, is_private))
+        where = everywhere(own)
+        interfaces = "every interface of IPv4 and IPv6" if EVERYWHERE_6 in where else "every IPv4 interface"
+        return Listening(where, tells, _warning(f"{interfaces}, since {why}", tells, is_private))
     if not beyond and (named or is_private or mdns is False):
         return Listening([HERE], mdns=False)
     if not private:
-        warning = (
-            f"listening on this machine alone, since it is in no private network; for others: --listen {EVERYWHERE}"
-        )
+        options = " ".join(f"--listen {each}" for each in everywhere(own))
+        warning = f"listening on this machine alone, since it is in no private network; for others: {options}"
         return Listening([HERE], mdns=False, warning=warning)
     at_private = [f"/ip{6 if ':' in each else 4}/{each}/tcp/0" for each in private]
     return Listening(at_private, tells, _warning(" ".join(private), tells, is_private))
 
 
-def _in_private_networks(own_ips: Iterable[str], named: Sequence[str]) -> list[str]:
+def everywhere(own_ips: Iterable[str]) -> list[str]:
+    """Every interface: of IPv6, too, where others may reach one of `own_ips` beyond its own link."""
+    reached_at_6 = [each for each in own_ips if ":" in each and (scope_of(each) == PUBLIC or is_local(each))]
+    return [EVERYWHERE_4, EVERYWHERE_6] if reached_at_6 else [EVERYWHERE_4]
+
+
+def _in_private_networks(own: Sequence[str], named: Sequence[str]) -> list[str]:
     """Our addresses there. Those of IPv6 come and go: they count if one is `named`, or if the machine has no IPv4."""
-    own = sorted(set(own_ips))
     counts_6 = any(":" in each for each in named) or all(":" in each or each.startswith("127.") for each in own)
     return [each for each in own if is_local(each) and (counts_6 or ":" not in each)]
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 from llmnode.core.peers.whereabouts import in_turns
-from llmnode.core.policy import ReachPolicy
 from llmnode.net.addresses import CIRCUIT
+from llmnode.node.reach import look_by_version
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from llmnode.core.ids import PeerId
     from llmnode.core.model import ModelInfo
@@ -79,18 +79,23 @@ class RunningNode:
         """Take no new sessions, and leave when those that there are have ended: see `Role.drain`."""
         await self.role.drain(patience_s, report)
 
-    async def look(self) -> Reach | None:
+    async def look(self) -> list[Reach]:
         """How others reach this node, by the word of peers of the swarm that are reached directly: waits for such.
 
-        None if none of them answers.
+        Over IPv4 and IPv6, as far as any of them answers.
         """
         while not (addresses := self._direct_peers()):
             await self.swarm.wait_changed()
-        return await self.network.look(addresses, ReachPolicy())
+        return await look_by_version(self.network, addresses)
 
     def _direct_peers(self) -> list[str]:
         """First those that the user has named. The others are strangers: address groups have turns."""
         announced = self.swarm.view.announcements()
         others = [each for each in random.sample(announced, len(announced)) if each.peer != self.peer]
-        of_others = (address for each in in_turns(others, self.swarm.met_in()) for address in each.addresses[:1])
+        in_order = in_turns(others, self.swarm.met_in())
+        of_others = (address for each in in_order for address in _first_of_each_version(each.addresses))
         return [each for each in (*self.swarm.contacts, *of_others) if CIRCUIT not in each]
+
+
+def _first_of_each_version(addresses: Sequence[str]) -> Iterable[str]:
+    return {address.split("/")[1]: address for address in reversed(addresses)}.values()

@@ -253,7 +253,7 @@ def add_listen(parser: Parser, default: str = "/ip4/127.0.0.1/tcp/0: this machin
         "--listen",
         action="append",
         metavar="MULTIADDR",
-        help=f"where to listen, as /ip4/0.0.0.0/tcp/4001; may be repeated (default {default})",
+        help=f"where to listen, as /ip4/0.0.0.0/tcp/4001 or /ip6/::/tcp/4001; may be repeated (default {default})",
     )
 
 

@@ -36,7 +36,7 @@ def add(commands: Commands) -> None:
     )
     add_listen(
         parser,
-        "every IPv4 interface if peers beyond its private networks are named, these networks if peers there are named, "
+        "every interface if peers beyond its private networks are named, these networks if peers there are named, "
         "else this machine alone",
     )
     add_announce(parser)
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 async def _relay(arguments: argparse.Namespace, to: Invite) -> None:
     from llmnode.machine.startup import leave_out_loaded
-    from llmnode.net.addresses import own_ips
+    from llmnode.net.listeners import listenable_ips
     from llmnode.node.app import open_relay
     from llmnode.node.listening import check_places, choose_listening
     from llmnode.node.status_lines import Telling
@@ -68,8 +68,8 @@ async def _relay(arguments: argparse.Namespace, to: Invite) -> None:
 
     notice = partial(Telling(None).notice, as_json=arguments.json)
     is_private = to.key is not None
-    own, announce = map(str, own_ips()), arguments.announce or []
-    chosen = choose_listening(arguments.listen or [], to.peers, own, is_private=is_private, mdns=False)
+    listen, announce = arguments.listen or [], arguments.announce or []
+    chosen = choose_listening(listen, to.peers, listenable_ips(), is_private=is_private, mdns=False)
     check_places(chosen.listen, announce, to)  # before the warning
     if chosen.warning:
         tell(f"warning: {chosen.warning}")

@@ -73,7 +73,7 @@ def add(commands: Commands) -> None:
     )
     add_listen(
         parser,
-        "every IPv4 interface with --mdns, or if peers, an INVITE or a relay beyond its private networks are named; "
+        "every interface with --mdns, or if peers, an INVITE or a relay beyond its private networks are named; "
         "this machine alone if all are on it, or if none is named and the swarm is private or --no-mdns is given; else "
         "the private networks of this machine",
     )
@@ -107,7 +107,7 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from llmnode.net.addresses import own_ips
+    from llmnode.net.listeners import listenable_ips
     from llmnode.node.app import check
     from llmnode.node.listening import choose_listening
     from llmnode.node.stopping import run_async
@@ -127,7 +127,7 @@ def run(arguments: argparse.Namespace) -> int:
     listening = choose_listening(
         arguments.listen or [],
         [*to.peers, *arguments.relay],
-        map(str, own_ips()),
+        listenable_ips(),
         is_private=to.key is not None,
         mdns=arguments.mdns,
     )
@@ -196,9 +196,11 @@ async def _warn_if_unreached(node: RunningNode, as_json: bool) -> None:
     from llmnode.core.peers.nat import Reached
     from llmnode.node.reach import explain
 
-    reach = await node.look()
-    if reach is not None and reach.reached is Reached.NO:
-        text, fix = explain(reach)
+    reaches = await node.look()
+    for reach in reaches:
+        if reach.reached is not Reached.NO:
+            continue
+        text, fix = explain(reach, reaches)
         if as_json:
             event = {"event": "unreached", "nat": str(reach.nat), "host": reach.host, "text": text, "fix": fix}
             show_json(event)

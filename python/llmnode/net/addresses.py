@@ -9,6 +9,7 @@ import ipaddress
 import re
 import socket
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 import psutil
@@ -18,6 +19,7 @@ from multiaddr import Multiaddr
 from multiaddr.exceptions import Error as MultiaddrError
 
 from llmnode.core.ids import PeerId
+from llmnode.core.peers.dial_gate import PUBLIC, scope_of
 from llmnode.errors import ConfigError
 from llmnode.wire.fields import ADDRESS_CHARS
 
@@ -131,19 +133,43 @@ def circuit_address(relay: PeerInfo, peer: ID) -> str:
     return f"{relay.addrs[0]}/p2p/{relay.peer_id}{CIRCUIT}/p2p/{peer}"
 
 
+@dataclass(frozen=True, slots=True)
+class _At:
+    """One address of a host."""
+
+    address: str
+    host: str
+    is_spare: bool
+    """An interface of this machine alone, which counts only if there is no other."""
+
+
 def all_reachable(addresses: Iterable[Multiaddr]) -> list[str]:
-    return list(dict.fromkeys(each for address in addresses for each in _reachable(address)))
+    """Where others reach a host that listens at `addresses`: of those at each interface, the address of the interface.
+
+    Those of the internet come first, and then those of IPv4 and IPv6 in turn: an announcement has few, and py-libp2p
+    dials the first alone.
+    """
+    found = [_reachable(each) for each in addresses]
+    public = [[each for each in several if scope_of(each.host) == PUBLIC] for several in found]
+    others = [[each for each in several if scope_of(each.host) != PUBLIC] for several in found]
+    in_order = [*_in_turn(public), *_in_turn(others)]
+    told = [each for each in in_order if not each.is_spare] or in_order
+    return list(dict.fromkeys(each.address for each in told))
 
 
-def _reachable(address: Multiaddr) -> list[str]:
-    """A host that listens everywhere names the addresses of its interfaces; of the loopback only if it has no other."""
+def _in_turn(lists: Iterable[Sequence[_At]]) -> list[_At]:
+    """The first of each, then the second of each, and so on."""
+    return [each for turn in zip_longest(*lists) for each in turn if each is not None]
+
+
+def _reachable(address: Multiaddr) -> list[_At]:
+    """A host that listens everywhere names the addresses of its interfaces."""
     version = next(iter(address.protocols())).name
     ip = ipaddress.ip_address(address.value_for_protocol(version))
     if not ip.is_unspecified:
-        return [str(address)]
+        return [_At(str(address), str(ip), is_spare=False)]
     usable = [each for each in own_ips() if each.version == ip.version and not each.is_link_local]
-    others = [each for each in usable if not each.is_loopback] or usable
-    return [str(address).replace(f"/{ip}/", f"/{each}/", 1) for each in others]
+    return [_At(str(address).replace(f"/{ip}/", f"/{each}/", 1), str(each), each.is_loopback) for each in usable]
 
 
 def own_ips() -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
@@ -154,6 +180,11 @@ def own_ips() -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
         for each in interface
         if each.family in (socket.AF_INET, socket.AF_INET6)
     ]
+
+
+def versions_of(addresses: Iterable[Multiaddr | str]) -> set[str]:
+    """Those of IP that `addresses` are of: each if none is at an IP address."""
+    return {"ip4", "ip6"} & {str(each).split("/")[1] for each in addresses} or {"ip4", "ip6"}
 
 
 def tcp_address(host: str, port: int) -> Multiaddr:
@@ -221,21 +252,6 @@ def _scope(ip: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str | None:
     if ip.is_multicast or ip.is_unspecified or ip.is_reserved or getattr(ip, "ipv4_mapped", None):
         return None
     return "public" if ip.is_global else "private"
-
-
-def check_bindable(address: Multiaddr) -> None:
-    """libp2p would share a port that another process holds (SO_REUSEPORT), and is silent where it cannot listen.
-
-    Raises ConfigError.
-    """
-    version, port = (protocol.name for protocol in address.protocols())
-    ip = address.value_for_protocol(version)
-    with socket.socket(socket.AF_INET if version == "ip4" else socket.AF_INET6) as probe:
-        try:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((ip, int(address.value_for_protocol(port))))
-        except OSError as error:
-            raise ConfigError(f"cannot listen at {address} ({error.strerror}): choose another --listen") from error
 
 
 def parse_listen(address: str) -> Multiaddr:

@@ -345,7 +345,10 @@ class Relay:
 
 
 def _seen(connection: IMuxedConn) -> pb.PeerId:
-    """A peer and the address at which we see it: the two ends of a circuit may punch there, and nowhere else."""
+    """A peer and the address at which we see it: the two ends of a circuit may punch there, and nowhere else.
+
+    An address of our own link, which is one of IPv6 with an interface, means nothing to others.
+    """
     place = cast("YamuxConnection", connection).get_remote_address()
-    addresses = [] if place is None else [tcp_address(*place).to_bytes()]
+    addresses = [] if place is None or "%" in place[0] else [tcp_address(*place).to_bytes()]
     return pb.PeerId(id=connection.peer_id.to_bytes(), addrs=addresses)

@@ -25,7 +25,6 @@ from llmnode.core.traffic import TrafficMeter
 from llmnode.errors import PeerUnreachable
 from llmnode.net.addresses import (
     all_reachable,
-    check_bindable,
     host_and_port,
     of_peer,
     own_ips,
@@ -36,6 +35,7 @@ from llmnode.net.addresses import (
     peer_at_ip,
     relay_of,
     tcp_address,
+    versions_of,
     with_peer,
 )
 from llmnode.net.admission import ConnectionAdmission
@@ -47,6 +47,7 @@ from llmnode.net.explain import explain_failure
 from llmnode.net.identity import is_signed, opened
 from llmnode.net.libp2p_host import open_host
 from llmnode.net.link import Libp2pLink, LinkOwner
+from llmnode.net.listeners import check_bindable
 from llmnode.net.negotiated import NegotiatedStream, link_protocol
 from llmnode.net.punch import Puncher
 from llmnode.net.reach import AUTONAT, DialBacks, look
@@ -174,7 +175,7 @@ class Libp2pNetwork:
     def addresses(self) -> list[str]:
         if self._announced or self._reserves:
             return [*self._announced, *self._circuits.addresses]
-        return all_reachable(self.host.get_addrs()) if self._listens else []
+        return [str(each) for each in self.host.get_addrs()] if self._listens else []
 
     async def wait_addresses_changed(self) -> None:
         """Until a relay through which we are reached is lost or there again."""
@@ -282,9 +283,11 @@ class Libp2pNetwork:
     async def look(self, addresses: Iterable[str], policy: ReachPolicy) -> Reach | None:
         """How the peers at `addresses` see us, and whether they can dial us where we listen, or say that we do.
 
-        Those that are not at an IP address, but behind a relay or nowhere, are not asked. None if nobody answers.
+        Those that are not at an IP address, but behind a relay or nowhere, are not asked. Nor are those of a version of
+        IP over which we say that nobody reaches us. None if nobody answers.
         """
-        peers = [info for address in addresses if (info := peer_at_ip(address)) is not None]
+        versions = versions_of(self._announced or self.listening)
+        peers = [info for each in addresses if (info := peer_at_ip(each)) and versions_of(info.addrs) <= versions]
         ports = {int(Multiaddr(each).value_for_protocol("tcp")) for each in (*self._announced, *self.listening)}
         sights = await look(
             cast("Swarm", self.host.get_network()),

@@ -20,8 +20,10 @@ from multiaddr import Multiaddr
 
 from llmnode.core.budget import Kind, Resource, Worth
 from llmnode.errors import ConfigError
+from llmnode.net.addresses import all_reachable
 from llmnode.net.admission import ConnectionAdmission
 from llmnode.net.identify import use_our_identify
+from llmnode.net.listeners import listen_at
 from llmnode.net.peerstore import KnownPeers
 from llmnode.net.pings import PING, answer_pings
 from llmnode.net.secure import noise_transport
@@ -61,6 +63,8 @@ async def open_host(
 ) -> AsyncIterator[IHost]:
     """A running host of this identity. TCP, Noise and yamux alone: its default would accept plaintext as well.
 
+    Raises ConfigError, perhaps in a group, if it cannot listen at one of `listen`.
+
     Its connections and streams are within the budget of `admission`, and its dials go through the gate of that.
 
     It tells others the addresses `announce`, if any, instead of those it listens at. For `swarm_key` see
@@ -92,6 +96,7 @@ async def open_host(
         listen_addrs=listen or [ANY_TCP],  # says which transports to load
         connection_config=limits,
         announce_addrs=announce or None,
+        addrs_factory=None if announce else _where_others_reach,
         disable_identify_address_discovery=True,  # four peers could have us announce any address
     )
     swarm = cast("Swarm", host.get_network())
@@ -103,7 +108,8 @@ async def open_host(
     _dial_when_told(swarm)
     _outlive_streams(swarm, admission)
     host.set_stream_handler(PING, partial(answer_pings, admission))
-    async with host.run(listen_addrs=listen):
+    async with host.run(listen_addrs=[]):
+        await listen_at(swarm, listen)
         # It would dial every peer that we have ever met, and most eagerly those that we have just left.
         await swarm.auto_connector.stop()
         _accept_few(swarm, admission)
@@ -113,6 +119,11 @@ async def open_host(
             with trio.CancelScope(shield=True):  # or the port would stay taken, by nobody, until the process ends
                 for listener in list(swarm.listeners.values()):
                     await listener.close()
+
+
+def _where_others_reach(listening: Sequence[Multiaddr]) -> list[Multiaddr]:
+    """It would tell others that it is at 0.0.0.0, where none of them can dial it."""
+    return [Multiaddr(each) for each in all_reachable(listening)]
 
 
 def _accept_few(swarm: Swarm, admission: ConnectionAdmission) -> None:

@@ -208,7 +208,7 @@ OPENS = {"open_tcp_stream", "open_ssl_over_tcp_stream", "create_connection", "op
 MODULES = {"trio", "asyncio", "anyio", "socket", "socks"}
 GATE = "dialling.py"
 OTHER_SOCKETS = {
-    "addresses.py": "one that is bound only",
+    "listeners.py": "one that is bound only",
     "mdns.py": "one of UDP, for the group of mDNS alone",
     "child.py": "one that it has inherited",
 }

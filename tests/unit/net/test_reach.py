@@ -23,7 +23,7 @@ from llmnode.net.circuit_wire import receive, send
 from llmnode.net.connections import open_stream
 from llmnode.net.host import Libp2pNetwork, open_network
 from llmnode.net.reach import AUTONAT, DialBacks
-from llmnode.node.doctor import OK, WARNING, reach_finding
+from llmnode.node.doctor import OK, WARNING, reach_findings
 from llmnode.node.reach import explain
 from llmnode.wire.frame import Frame, FrameType
 from unit.in_trio import in_trio
@@ -80,8 +80,28 @@ def test_who_is_not_reached_is_told_what_to_do(nat: Nat, reached: Reached) -> No
     assert "203.0.113.7" in text
     assert bool(fix) == (reached is not Reached.YES)
     assert "{" not in fix
-    assert reach_finding(reach).verdict == (WARNING if reached is Reached.NO else OK)
-    assert reach_finding(None).verdict == OK
+    assert [each.verdict for each in reach_findings([reach])] == [WARNING if reached is Reached.NO else OK]
+    assert [each.verdict for each in reach_findings([])] == [OK]
+
+
+def test_who_is_reached_over_one_version_of_ip_alone_is_told_how_to_keep_that() -> None:
+    at_6, at_4 = "/ip6/2a00::7/tcp/4001", "/ip4/203.0.113.7/tcp/4001"
+    reached_4, reached_6 = (
+        Reach(Nat.NONE, Reached.YES, host, 4001, at) for host, at in (("203.0.113.7", at_4), ("2a00::7", at_6))
+    )
+    behind_nat, behind_firewall = (
+        Reach(nat, Reached.NO, host, 40001, "") for nat, host in ((Nat.STEADY, "203.0.113.7"), (Nat.NONE, "2a00::7"))
+    )
+    text, fix = explain(behind_nat, [behind_nat, reached_6])
+    assert text.endswith("and cannot dial it; over IPv6 they can")
+    assert "--announce /ip4/203.0.113.7/tcp/PORT" in fix and fix.endswith(f"; then --announce {at_6}, too")
+    text, fix = explain(behind_firewall, [reached_4, behind_firewall])
+    assert text.endswith("and cannot dial it; over IPv4 they can")
+    assert "over IPv6 in the firewall" in fix and "relay" not in fix
+    assert "--listen /ip4/0.0.0.0/tcp/PORT --listen /ip6/::/tcp/PORT" in fix
+    _, fix = explain(behind_firewall, [behind_nat, behind_firewall])
+    assert "(--listen /ip6/::/tcp/PORT), or serve with --relay" in fix
+    assert explain(reached_6, [behind_nat, reached_6])[1] == ""
 
 
 # They are asked

@@ -28,7 +28,7 @@ def test_a_span_that_cannot_be_served_is_refused(start: int, end: int, drain_s: 
 
 
 def test_a_node_that_is_told_of_listens_where_others_in_its_network_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embed, "own_ips", lambda: ["203.0.113.7", "10.1.2.3", "127.0.0.1"])
+    monkeypatch.setattr(embed, "listenable_ips", lambda: ["203.0.113.7", "10.1.2.3", "127.0.0.1"])
     assert Node(mdns=True)._placed().listen == ["/ip4/10.1.2.3/tcp/0"]
     elsewhere = ["/ip4/0.0.0.0/tcp/4001"]
     assert Node(mdns=True, listen=elsewhere)._placed().listen == elsewhere
