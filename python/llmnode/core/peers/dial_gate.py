@@ -23,6 +23,7 @@ RANGES = [
     ipaddress.ip_network(each)
     for each in ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "fc00::/7", "fec0::/10")
 ]
+RANGES_4 = [str(each) for each in RANGES if each.version == 4]
 UNICAST = ipaddress.ip_network("2000::/3")
 """All addresses of the internet that IANA has assigned for IPv6."""
 NAT64 = ipaddress.ip_network("64:ff9b::/96")
@@ -68,10 +69,16 @@ class DialGate:
             self._near.popitem(last=False)
 
     def live_at(self, hosts: list[str]) -> None:
-        """The node announces these addresses. If all are private, peers in these private networks may be dialled."""
-        scopes = {scope for each in hosts if (scope := scope_of(each)) is not None}
-        if PUBLIC not in scopes:
-            self._scopes |= scopes
+        """The node announces these addresses. If all are private, peers in these private networks may be dialled.
+
+        A node that is private over IPv4 and public over IPv6 is behind a NAT. It dials within its networks of IPv4.
+        """
+        public = [each for each in hosts if scope_of(each) == PUBLIC]
+        for host in hosts:
+            scope = scope_of(host)
+            counts = [each for each in public if ":" not in each] if scope in RANGES_4 else public
+            if scope is not None and not counts:
+                self._scopes.add(scope)
 
     def why_not(
         self, host: str, port: int, now_s: float, *, is_seen: bool = False, is_repeated: bool = False

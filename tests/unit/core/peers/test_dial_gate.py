@@ -71,6 +71,27 @@ def test_a_node_of_a_private_network_dials_within_it() -> None:
     assert gate.why_not("127.0.0.1", 4001, 0.0) is not None
 
 
+@pytest.mark.parametrize(
+    ("lives_at", "host", "is_dialled"),
+    [
+        (["192.168.1.7", "2a00:1450:4001:8aa::1"], "192.168.1.8", True),
+        (["192.168.1.7", "2a00:1450:4001:8aa::1"], "10.0.0.1", False),
+        (["192.168.1.7", "2a00:1450:4001:8aa::1"], "2a00:1450:4001:8aa::2", True),
+        (["192.168.1.7", "2a00:1450:4001:8aa::1", "fd00::1"], "fd00::2", False),
+        (["192.168.1.7", "fd00::1"], "fd00::2", True),
+        (["8.8.8.8", "192.168.1.7", "fd00::1"], "192.168.1.8", False),
+        (["8.8.8.8", "192.168.1.7", "fd00::1"], "fd00::2", False),
+        (["127.0.0.1", "2a00:1450:4001:8aa::1"], "127.0.0.1", False),
+    ],
+)
+def test_behind_a_nat_of_ipv4_it_dials_in_its_network_whatever_it_is_at_over_ipv6(
+    lives_at: list[str], host: str, is_dialled: bool
+) -> None:
+    gate = DialGate(POLICY)
+    gate.live_at(lives_at)
+    assert (gate.why_not(host, 4001, 0.0) is None) == is_dialled
+
+
 def test_the_users_word_opens_a_network_and_permits_names() -> None:
     gate = DialGate(POLICY)
     assert gate.why_not("127.0.0.1", 4001, 0.0) is not None
