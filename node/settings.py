@@ -117,12 +117,17 @@ def parse(
         parser.parse_args(argv)  # which ends the program, unless that is some option's value
     options = {command: options_of(of) for command, of in commands.items()}
     settings = read_settings(options, environ)
+    required: dict[str, list[argparse.Action]] = {}
     for command, of in commands.items():
         _leave_out_rest(of, options[command], settings[command])
+        required[command] = _take_required(of)
     arguments, left = parser.parse_known_args(argv)
     chosen, given = arguments.command, set(vars(arguments))
     if left:
         commands[chosen].error(f"unrecognized arguments: {' '.join(left)}{_hint(left[0], options[chosen])}")
+    if missing := [each for each in required[chosen] if each.dest not in given]:
+        names = ", ".join("/".join(each.option_strings) or str(each.metavar or each.dest) for each in missing)
+        commands[chosen].error(f"the following arguments are required: {names}")
     assert not given & {"settings", "given"}, "they would be lost below"
     for option in options[chosen].values():
         if option.action.dest not in given:
@@ -192,6 +197,15 @@ def _leave_out_rest(
         action.required = action.required and action.dest not in set_elsewhere
         if isinstance(action, argparse._StoreTrueAction) and undo not in parser._option_string_actions:
             parser.add_argument(undo, dest=action.dest, action="store_const", const=False, default=argparse.SUPPRESS)
+
+
+def _take_required(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    """Make `parser` not ask for what is required, and return that: a misspelt argument is to be told first."""
+    may_be_empty = (argparse.OPTIONAL, argparse.ZERO_OR_MORE, argparse.REMAINDER)
+    required = [action for action in parser._actions if action.required and action.nargs not in may_be_empty]
+    for action in required:
+        action.required, action.default = False, argparse.SUPPRESS
+    return required
 
 
 def _read(path: Path, *, must_exist: bool) -> Table:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from llmnode.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 FIX = "save it as UTF-8"
 _MARKS = (  # the longer ones first: UTF-16's is how UTF-32's begins
@@ -44,25 +44,26 @@ def read_file(
     most_bytes: int,
     *,
     fix: str = "name another file",
-    secret: bool = False,
+    is_secret: Callable[[bytes], bool] | None = None,
     magic: bytes = b"",
 ) -> bytes:
-    """The content of a file, a pipe or a device. It is called `name` in errors; a `secret` one is its owner's alone.
+    """The content of a file, a pipe or a device, which is called `name` in errors.
 
-    A file that does not begin with `magic` is no secret, and no more of it is returned than its beginning. Raises
-    Unreadable, or ConfigError if others can read a secret, or if the file has more than `most_bytes`.
+    No more of a file that does not begin with `magic` is returned than its beginning. Others must not read a file whose
+    content `is_secret`. Raises Unreadable, or ConfigError if they can, or if the file has more than `most_bytes`.
     """
     try:
         with path.open("rb") as file:
             content = file.read(len(magic))
             if content == magic:
-                if secret and os.fstat(file.fileno()).st_mode & 0o077:
-                    raise ConfigError(f"{name} can be read by others: `chmod 600 {path}`")
                 content += file.read(most_bytes + 1 - len(magic))
+            can_others_read = bool(os.fstat(file.fileno()).st_mode & 0o077)
     except (OSError, ValueError) as error:  # ValueError: a path with a NUL in it
         why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         is_missing = isinstance(error, FileNotFoundError | NotADirectoryError)
         raise Unreadable(f"{name}: cannot be read ({why}): {fix}", is_missing=is_missing) from error
+    if can_others_read and is_secret is not None and is_secret(content):
+        raise ConfigError(f"{name} can be read by others: `chmod 600 {path}`")
     if len(content) > most_bytes:
         raise ConfigError(f"{name}: has more than {most_bytes} bytes, which is the most: {fix}")
     return content

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING
 
 from llmnode.core.user_input import Unreadable, decode, expand_path, read_file, split_lines
 from llmnode.errors import ConfigError
-from llmnode.net.invite import KEY_BYTES, MOST_CHARS, Invite, is_invite, read_invite
+from llmnode.net.invite import INVITE, KEY_BYTES, MOST_CHARS, Invite, is_invite, read_invite
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-_HEADER = "/key/swarm/psk/1.0.0/\n/base16/\n"
+_BEGINNING = "/key/swarm/psk/"
+_HEADER = f"{_BEGINNING}1.0.0/\n/base16/\n"
 _FILE_BYTES = 2 * MOST_CHARS  # an invite in UTF-16
 
 
@@ -74,7 +75,7 @@ def read_key(path: Path) -> bytes:
 
 def _read(path: Path) -> str:
     try:
-        content = read_file(path, f"the swarm key {path}", _FILE_BYTES, secret=True)
+        content = read_file(path, f"the swarm key {path}", _FILE_BYTES, is_secret=_has_key)
     except Unreadable as error:
         if not error.is_missing:
             raise
@@ -83,6 +84,15 @@ def _read(path: Path) -> str:
         return decode(content, str(path)).strip()
     except ConfigError as error:
         raise _no_key(path) from error
+
+
+def _has_key(content: bytes) -> bool:
+    """Whether a file has a key, or is meant to: any other file is called so, and not a secret that others can read."""
+    try:
+        text = decode(content).strip()
+        return read_invite(text).key is not None if is_invite(text) else text.startswith(_BEGINNING)
+    except ConfigError:
+        return INVITE.encode() in content or _BEGINNING.encode() in content
 
 
 def _parse_key(text: str, path: Path) -> bytes:

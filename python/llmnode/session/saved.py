@@ -174,7 +174,9 @@ def write(path: Path, content: bytes) -> None:
 
 def read(path: Path) -> SavedSession:
     """Raises ConfigError if the file cannot be read, is no session, or is open to others."""
-    content = read_file(path, f"the session {path}", MOST_BYTES, secret=True, magic=MAGIC)
+    content = read_file(
+        path, f"the session {path}", MOST_BYTES, is_secret=lambda content: content.startswith(MAGIC), magic=MAGIC
+    )
     try:
         return parse(content)
     except ConfigError as error:

@@ -65,6 +65,31 @@ def test_a_file_that_is_not_there_open_to_others_or_a_folder_is_refused_with_the
         entry([], tmp_path)
 
 
+@pytest.mark.parametrize("content", [b"", b"hello\n", b"\xff\xfe\x00", b"x" * 100_000])
+def test_a_file_that_others_may_read_and_that_is_no_key_is_called_so_first(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_bytes(content)
+    path.chmod(0o644)
+    with pytest.raises(ConfigError) as refused:
+        read_key(path)
+    assert "chmod" not in str(refused.value)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])
+def test_a_key_that_others_may_read_is_refused_also_in_an_invite_and_an_invite_without_one_is_not(
+    tmp_path: Path, encoding: str
+) -> None:
+    path, open_one = tmp_path / "invite", Invite((PEER,))
+    path.write_text(write_invite(open_one), encoding)
+    path.chmod(0o644)
+    assert entry([], path) == open_one
+    key = f"/key/swarm/psk/1.0.0/\n/base16/\n{KEY.hex()}"
+    for text in (write_invite(Invite((PEER,), KEY)), key, key[:-1]):
+        path.write_text(text, encoding)
+        with pytest.raises(ConfigError, match="chmod 600"):
+            entry([], path)
+
+
 def test_an_invite_adds_its_peers() -> None:
     invited = entry([PEER, "a"], write_invite(Invite(("b", PEER), KEY)))
     assert (invited.peers, invited.key) == ((PEER, "a", "b"), KEY)
