@@ -12,6 +12,15 @@ _HALVES = {(False, False): " ", (True, False): "▀", (False, True): "▄", (Tru
 """Two modules, one above the other, by whether each is dark."""
 
 
+def can_show(encoding: str) -> bool:
+    """Whether the lines of a code can be written in this encoding."""
+    try:
+        "".join(_HALVES.values()).encode(encoding)
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
+
+
 def qr_lines(text: str) -> list[str]:
     """Dark modules are drawn: print the lines dark on light. Each character is two modules, one above the other."""
     import segno

@@ -7,15 +7,22 @@ import sys
 from typing import TYPE_CHECKING
 
 from llmnode.errors import ConfigError
-from llmnode.node.commands.joining import check_peers, ways_with_model
+from llmnode.node.commands.joining import add_mdns, check_peers, invited_from, ways_with_model
 from llmnode.node.commands.options import add_command
 from llmnode.node.terminal import say, show, show_json
 from llmnode.node.values import model, path
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
+    from llmnode.net.invite import Invite
     from llmnode.node.commands.options import Commands
+    from llmnode.node.inviting import ServedModel
+
+ALONE = "no node runs on this machine, no peer of a former run answers"
+NO_MDNS = "and mDNS is switched off"
+NOT_NEARBY = "and mDNS finds none in this network"
 
 
 def add(commands: Commands) -> None:
@@ -24,24 +31,32 @@ def add(commands: Commands) -> None:
         "invite",
         run,
         "print one line, and a QR code of it, that is enough to join a swarm",
+        "  llmnode invite                                           (of the swarm that this machine or network is in)\n"
+        "  llmnode invite --model org/name                          (with this model, if several are served there)\n"
         "  llmnode invite --peers ADDRESS                           (as `llmnode serve` or a relay printed it)\n"
-        "  llmnode invite --peers ADDRESS --model org/name          (with the model, in the revision that is here)\n"
         "  llmnode chat INVITE                                      (on other machines; or generate, status, serve)\n\n"
         "a private swarm has a key, without which nobody connects:\n"
         "  llmnode invite --swarm-key swarm.key                     (makes the key, if there is none)\n"
         "  llmnode relay --swarm-key swarm.key --listen /ip4/0.0.0.0/tcp/4001\n"
-        "  llmnode invite --swarm-key swarm.key --peers ADDRESS     (as the relay printed it)",
+        "  llmnode invite --swarm-key swarm.key                     (on the same machine, while the relay runs)\n"
+        "  llmnode invite --swarm-key swarm.key --peers ADDRESS     (elsewhere, as the relay printed it)",
     )
     parser.add_argument(
-        "--peers", nargs="+", default=[], metavar="ADDRESS", help="relays or servers of the swarm, to join it through"
+        "--peers",
+        nargs="+",
+        default=[],
+        metavar="ADDRESS",
+        help="relays or servers of the swarm, to join it through (default: those that answer now, of a node that runs "
+        "on this machine, else those that mDNS finds, else those of former runs)",
     )
+    add_mdns(parser, "find servers in this network, if no peers are named (mDNS; default: on, unless it is private)")
     parser.add_argument(
         "--model",
         type=model,
         metavar="NAME",
-        help="the model of the swarm: org/name or org/name@revision on the Hugging Face hub (default: none: "
-        "then chat and generate take --model MODEL INVITE, and serve takes MODEL --swarm-key INVITE; without a MODEL "
-        "they use the embedded one)",
+        help="the model of the swarm: org/name or org/name@revision on the Hugging Face hub (default: the one that "
+        "servers have which were found, and none with --peers. For an invite without a model, chat and generate take "
+        "--model MODEL INVITE, and serve takes MODEL --swarm-key INVITE; without a MODEL they use the embedded one)",
     )
     parser.add_argument(
         "--swarm-key", type=path, metavar="FILE", help="the key of a private swarm; made if there is none"
@@ -55,31 +70,96 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from llmnode.net.invite import Invite, write_invite
-    from llmnode.net.swarm_key import make_key, read_key
+    from llmnode.net.invite import write_invite
+    from llmnode.net.swarm_key import make_key
 
     file: Path | None = arguments.swarm_key
-    if not arguments.peers and file is None:
-        raise ConfigError("no peers are named: give --peers ADDRESS, as `llmnode serve` or `llmnode relay` prints it")
     check_peers(arguments.peers)
-    named = None if arguments.model is None else _name_elsewhere(arguments.model)
     is_new = file is not None and not file.exists()
-    key = None if file is None else make_key(file) if is_new else read_key(file)
-    invite = write_invite(Invite(tuple(arguments.peers), key, named))
-    if is_new:
+    if file is not None and is_new:
+        # All that could fail comes before: a key that was made would be there the next time.
+        named = None if arguments.model is None else _name_elsewhere(arguments.model)
+        found = _of_peers(arguments.peers, make_key(file), named)
         say(f"made the key of a new swarm, {file}")
-    if not arguments.peers:
-        say("it names no peers to join through: add --peers once one runs")
-    if key is not None:
+    else:
+        found = _found(arguments, None if file is None else _key_in(file))
+    invite = write_invite(found)
+    if not found.peers:
+        say("it names no peers to join through: start a relay or a server with this key, and then do this again")
+    elif told := invited_from(found.peers):
+        say(told)
+    if found.key is not None:
         say("whoever has this can join: send it to members alone, over what nobody else reads")
     if arguments.json:
-        answer = {"invite": invite, "swarm_key": file and str(file), "peers": arguments.peers, "model": named}
+        answer = {"invite": invite, "swarm_key": file and str(file), "peers": found.peers, "model": found.model}
         show_json(answer)
         return 0
     show(invite)
     if arguments.qr or (arguments.qr is None and sys.stdout.isatty()):
         _show_qr(invite)
     return 0
+
+
+def _key_in(file: Path) -> bytes:
+    """The key in a file of its own, or in one with an invite. Raises ConfigError."""
+    from llmnode.net.swarm_key import entry
+
+    if (key := entry((), file).key) is None:
+        raise ConfigError(f"{file} has the invite of a public swarm, and no key: leave --swarm-key out")
+    return key
+
+
+def _found(arguments: argparse.Namespace, key: bytes | None) -> Invite:
+    """The peers that are named, or that answer now, and the model. Raises ConfigError."""
+    asked: str | None = arguments.model
+    if arguments.peers:
+        return _of_peers(arguments.peers, key, None if asked is None else _name_elsewhere(asked))
+    from llmnode.node.inviting import GIVE, find_invited
+
+    found = find_invited(key, say, mdns=arguments.mdns is not False)
+    if found is None and key is None:
+        why = NO_MDNS if arguments.mdns is False else NOT_NEARBY
+        raise ConfigError(
+            f"no peers are named, and none were found: {ALONE}, {why}; start `llmnode serve` or `llmnode relay` here, "
+            f"or {GIVE}"
+        )
+    peers, models = (found.peers, found.models) if found is not None else ((), ())
+    if peers:
+        say(f"the invite names {' '.join(peers)}")
+    return _of_peers(peers, key, _model_of(asked, models))
+
+
+def _of_peers(peers: Sequence[str], key: bytes | None, named: str | None) -> Invite:
+    from llmnode.net.invite import Invite
+
+    return Invite(tuple(peers), key, named)
+
+
+def _model_of(asked: str | None, served: Sequence[ServedModel]) -> str | None:
+    """The name of the model for the invite, by what is `served` where it leads. Raises ConfigError if that leaves a
+    choice.
+    """
+    if asked is not None:
+        ours = [each.elsewhere for each in served if asked in (each.name, each.elsewhere) and each.elsewhere]
+        named = ours[0] if len(ours) == 1 else _name_elsewhere(asked)
+        if served and named not in [each.elsewhere for each in served]:
+            say(f"no server that answers has {named}: {_listed(served)}")
+        return named
+    if len(served) > 1:
+        raise ConfigError(f"the servers have several models: {_listed(served)}; name one with --model")
+    if not served:
+        return None
+    (only,) = served
+    if only.elsewhere is None:
+        ways = "; ".join(ways_with_model("INVITE"))
+        say(f"its servers have {only.name} in files, which those whom you invite need too; {ways}")
+    else:
+        say(f"it names the model that the servers have, {only.elsewhere}; for another one: --model")
+    return only.elsewhere
+
+
+def _listed(served: Sequence[ServedModel]) -> str:
+    return ", ".join(each.elsewhere or f"{each.name} (in files)" for each in served)
 
 
 def _name_elsewhere(asked: str) -> str:
@@ -99,13 +179,16 @@ def _name_elsewhere(asked: str) -> str:
 def _show_qr(invite: str) -> None:
     from rich.text import Text
 
-    from llmnode.node.qr import MOST_CHARS, qr_lines
+    from llmnode.node.qr import MOST_CHARS, can_show, qr_lines
     from llmnode.node.terminal import open_console
 
     if len(invite) > MOST_CHARS:
         say(f"a QR code of {len(invite)} characters could hardly be read: name fewer --peers")
         return
     console = open_console(stderr=False, soft_wrap=True)
+    if not can_show(console.encoding):
+        say(f"no QR code is shown: {console.encoding} has no characters for it; set LC_ALL=C.UTF-8 if you can")
+        return
     lines = qr_lines(invite)
     if len(lines[0]) > console.width:
         say(f"the QR code takes {len(lines[0])} columns, and this terminal has {console.width}: make it wider")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -114,6 +115,39 @@ def ways_with_model(invite: str) -> tuple[str, str]:
         f"to use it: llmnode chat --model MODEL {invite}",
         f"to join it: llmnode serve MODEL --swarm-key {invite}",
     )
+
+
+def invited_from(peers: Sequence[str]) -> str:
+    """A line for the maker of an invite that leads to `peers`, if not everybody can dial these; "" otherwise."""
+    from llmnode.core.peers.invited import DialledFrom, widest
+
+    match widest(peers):
+        case DialledFrom.INTERNET:
+            return ""
+        case DialledFrom.NETWORK:
+            return (
+                "this invite is of use in the private network of its peers alone: for others, start them with "
+                "--announce ADDRESS, where they are reached from outside"
+            )
+        case DialledFrom.MACHINE:
+            return (
+                "this invite is of use on this machine alone, where its peers are: for others, start them with "
+                "--listen /ip4/0.0.0.0/tcp/4001"
+            )
+
+
+def private_invite(key: object, peers: Sequence[str], model: str | None = None) -> str:
+    """A line that says how to invite to a private swarm, of which a node was given the `key`: a file, or an invite.
+
+    The node does not print the invite itself, though its user may see it: what a server prints ends up in logs.
+    """
+    from llmnode.net.invite import is_invite
+
+    if key is None or is_invite(key):
+        return "others join by the invite that this node was started with, which has the key"
+    named = ["--model", model] if model is not None else []
+    command = shlex.join(["llmnode", "invite", "--swarm-key", str(key), "--peers", *peers, *named])
+    return f"its invite has the key, and is not shown here: {command}"
 
 
 def _nearby(arguments: argparse.Namespace, named: Invite) -> Invite:

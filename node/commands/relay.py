@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from llmnode.node.commands.joining import add_peers, way_in
+from llmnode.node.commands.joining import add_peers, invited_from, private_invite, way_in
 from llmnode.node.commands.options import (
     add_announce,
     add_command,
@@ -59,12 +59,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _relay(arguments: argparse.Namespace, to: Invite) -> None:
+    import trio
+
     from llmnode.machine.startup import leave_out_loaded
     from llmnode.net.listeners import listenable_ips
     from llmnode.node.app import open_relay
     from llmnode.node.listening import check_places, choose_listening
     from llmnode.node.status_lines import Telling
     from llmnode.node.stopping import stopped_by_signals
+    from llmnode.swarm.own_nodes import note_running
 
     notice = partial(Telling(None).notice, as_json=arguments.json)
     is_private = to.key is not None
@@ -76,23 +79,39 @@ async def _relay(arguments: argparse.Namespace, to: Invite) -> None:
     async with (
         stopped_by_signals(until_stdin_closes=arguments.until_stdin_closes) as stop,
         open_relay(chosen.listen, announce, to, arguments.identity, notice) as network,
+        trio.open_nursery() as nursery,
     ):
+        await nursery.start(note_running, network, to.peers, to.key)
         leave_out_loaded()
-        _ready(network, arguments)
+        _ready(network, arguments, is_private=is_private)
         stop.in_order()
         await stop.requested.wait()
+        nursery.cancel_scope.cancel()
 
 
-def _ready(network: Libp2pNetwork, arguments: argparse.Namespace) -> None:
+def _ready(network: Libp2pNetwork, arguments: argparse.Namespace, *, is_private: bool) -> None:
+    from llmnode.core.peers.invited import choose_invited
+    from llmnode.net.invite import Invite, write_invite
+
+    peers = choose_invited([network.addresses])
+    invite = None if is_private or not peers else write_invite(Invite(peers))
     if arguments.json:
         event = {
             "event": "ready",
             "peer": network.peer,
             "addresses": network.addresses,
             "listening": network.listening,
+            "invite": invite,
         }
         show_json(event)
         return
     show(f"ready: relay at {' '.join(network.addresses)}")
     if arguments.identity is None:
         show("its address changes at each start: --identity FILE keeps it")
+    if invite is not None:
+        show(f"to use or join its swarm: llmnode chat|generate|status|serve {invite}")
+        show("an invite that names the model, too: llmnode invite")
+    elif peers:
+        show(private_invite(arguments.swarm_key, peers))
+    if told := invited_from(peers):
+        tell(told)

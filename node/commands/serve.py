@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from llmnode.core.texts.visible import printable
 from llmnode.errors import ConfigError
-from llmnode.node.commands.joining import add_mdns, add_peers, ways_with_model
+from llmnode.node.commands.joining import add_mdns, add_peers, private_invite, ways_with_model
 from llmnode.node.commands.options import (
     add_announce,
     add_blocks,
@@ -149,11 +149,13 @@ def run(arguments: argparse.Namespace) -> int:
     if not 0 <= drain_s < float("inf"):
         raise ConfigError(f"--drain-s {drain_s:g}: give 0 or more seconds")
     serve = partial(_serve, config, drain_s, listening.warning, until_stdin_closes=arguments.until_stdin_closes)
-    run_async(partial(serve, as_json=arguments.json))
+    run_async(partial(serve, arguments.swarm_key, as_json=arguments.json))
     return 0
 
 
-async def _serve(config: NodeConfig, drain_s: float, warning: str, *, until_stdin_closes: bool, as_json: bool) -> None:
+async def _serve(
+    config: NodeConfig, drain_s: float, warning: str, key: object, *, until_stdin_closes: bool, as_json: bool
+) -> None:
     import trio
 
     from llmnode.machine.startup import leave_out_loaded
@@ -161,7 +163,9 @@ async def _serve(config: NodeConfig, drain_s: float, warning: str, *, until_stdi
     from llmnode.node.introspect import introspect_when_signalled, tell_figures
     from llmnode.node.status_lines import Telling, terminal
     from llmnode.node.stopping import stopped_by_signals
+    from llmnode.swarm.own_nodes import note_running
 
+    to = config.way_in()
     with Telling(None if as_json else terminal()) as telling:
         if warning:
             (_report_json if as_json else telling.tell)(f"warning: {warning}")
@@ -180,7 +184,11 @@ async def _serve(config: NodeConfig, drain_s: float, warning: str, *, until_stdi
             leave_out_loaded()
             stop.in_order()
             telling.stop()
-            (_ready_json if as_json else _ready)(node)
+            await nursery.start(note_running, node.network, [*to.peers, *config.relays], to.key)
+            if as_json:
+                _ready_json(node)
+            else:
+                _ready(node, key)
             tell_figures(node, as_json=as_json)
             if not config.relays:
                 nursery.start_soon(_warn_if_unreached, node, as_json)
@@ -246,22 +254,28 @@ def _invite(node: RunningNode) -> Invite | None:
     """An invite for others; None for a private swarm, since its key belongs in no log, and for a node that announces
     no address. It names no model of which only this machine has the files.
     """
+    from llmnode.core.peers.invited import choose_invited
     from llmnode.models.names import name_elsewhere
-    from llmnode.net.invite import INVITED_PEERS, Invite
+    from llmnode.net.invite import Invite
 
     if node.is_private or not node.addresses:
         return None
     model = name_elsewhere(node.model.name, node.model.digest)
-    return Invite(tuple(node.addresses)[:INVITED_PEERS], model=model)
+    return Invite(choose_invited([node.addresses]), model=model)
 
 
-def _ready(node: RunningNode) -> None:
+def _ready(node: RunningNode, key: object = None) -> None:
+    """`key` is that of its swarm, as it was given: a file or an invite."""
+    from llmnode.core.peers.invited import choose_invited
+    from llmnode.models.names import name_elsewhere
     from llmnode.net.invite import write_invite
 
     behind = "" if node.addresses == node.listening else f", listening at {' '.join(node.listening)}"
     show(printable(f"ready: blocks {node.span} of {node.model.name} at {' '.join(node.addresses)}{behind}"))
     for each in node.server.own_adapters:
         show(f"adapter {each.name}: rank {each.rank}, digest {each.digest.hex()}")
+    if node.is_private and node.addresses:
+        show(private_invite(key, choose_invited([node.addresses]), name_elsewhere(node.model.name, node.model.digest)))
     if (invite := _invite(node)) is None:
         return
     if invite.model is not None:

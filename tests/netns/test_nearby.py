@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
+from llmnode.models.names import EMBEDDED_MODEL
 from netns.internet import run_ip
 from netns.lan import DEVICE, open_lan, why_no_lan
 from netns.nodes import LLMNODE, PROMPT, Child, children
@@ -105,7 +106,11 @@ def said_until_ready(child: Child) -> str:
 
 
 def test_two_servers_form_one_swarm_and_a_third_machine_uses_it_without_flags(
-    lan: list[Host], question: Question, record_property: Callable[[str, object], None]
+    lan: list[Host],
+    question: Question,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    record_property: Callable[[str, object], None],
 ) -> None:
     one, two, user = lan
     with children() as start:
@@ -123,6 +128,13 @@ def test_two_servers_form_one_swarm_and_a_third_machine_uses_it_without_flags(
         assert done.returncode == 0, done.stderr
         assert FOUND in done.stderr
         assert json.loads(done.stdout)["token_ids"] == question.expected[:FEW_TOKENS]
+        monkeypatch.setenv("LLMNODE_CACHE", str(cache_without_peers(tmp_path / "theirs")))  # it is another machine's
+        made = forked.run(user.command(*LLMNODE, "invite", "--json"))
+        assert made.returncode == 0 and FOUND in made.stderr, made.stderr
+        invited = json.loads(made.stdout)
+        assert set(invited["peers"]) == {first.address, second.address}, "at their addresses in this network"
+        assert invited["model"] == EMBEDDED_MODEL, "the only one that is served"
+        assert "in the private network of its peers alone" in made.stderr
         named, named_s = generate(user, "--peers", first.address)
         assert named.returncode == 0, named.stderr
         record_property("found_and_generated_s", round(took_s, 1))

@@ -13,6 +13,7 @@ import pytest
 
 from llmnode.core.peers.dial_gate import scope_of
 from llmnode.core.span import Span
+from llmnode.models.names import EMBEDDED_MODEL
 from llmnode.net.addresses import own_ips
 from llmnode.swarm.former_peers import FILE
 from process import forked, in_process
@@ -55,7 +56,7 @@ def test_a_second_start_finds_the_swarm_without_any_peer_that_was_named(
     listen = ["--listen", f"/ip4/{own_address()}/tcp/0"]
     monkeypatch.setenv("LLMNODE_CACHE", str(cache_without_peers(tmp_path / "theirs")))
     (named,) = start_servers([Span(0, 15)], more=listen)
-    start_servers([Span(0, 15), Span(15, 30)], peers=[named.address], more=listen)
+    others = start_servers([Span(0, 15), Span(15, 30)], peers=[named.address], more=listen)
 
     monkeypatch.setenv("LLMNODE_CACHE", str(ours))
     before, usual_s = generate(named.address)
@@ -73,6 +74,11 @@ def test_a_second_start_finds_the_swarm_without_any_peer_that_was_named(
     assert found_s < usual_s + AT_ONCE_S
     record_property("usual_s", round(usual_s, 1))
     record_property("found_again_s", round(found_s, 1))
+
+    made = in_process.llmnode("invite", "--no-mdns", "--json")
+    assert made.returncode == 0 and "found by peers of a former run: 2 servers" in made.stderr
+    invited = json.loads(made.stdout)
+    assert set(invited["peers"]) == {each.address for each in others} and invited["model"] == EMBEDDED_MODEL
 
     (newcomer,) = start_servers([Span(15, 30)], peers=[named.address], more=listen)
     assert len(newcomer.ready["addresses"]) == 1, "a server finds it, too"

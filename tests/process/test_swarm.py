@@ -178,10 +178,15 @@ def test_a_private_swarm_is_for_those_who_are_invited(start: Callable[..., Child
     assert "makes one" in run("relay", "--swarm-key", key).stderr
     assert run("invite", "--swarm-key", key).returncode == 0
     relay = start("relay", "--swarm-key", key)
-    made = run("invite", "--swarm-key", key, "--peers", relay.address, "--model", EMBEDDED_MODEL, "--json")
+    assert relay.ready["invite"] is None, "it would have the key in it"
+    made = run("invite", "--swarm-key", key, "--model", EMBEDDED_MODEL, "--json")
+    assert json.loads(made.stdout)["peers"] == relay.ready["addresses"], "it runs here"
     invite = json.loads(made.stdout)["invite"]
     server = start("serve", invite, "--blocks", "0:30", "--threads", "1")
-    assert server.ready["invite"] is None, "it would have the key in it"
+    assert server.ready["invite"] is None, "likewise"
+    later = json.loads(in_process.llmnode("invite", "--swarm-key", key, "--json").stdout)
+    assert later["model"] == EMBEDDED_MODEL, "the only one that is served"
+    assert set(later["peers"]) == {*relay.ready["addresses"], *server.ready["addresses"]}
     for way_in in ((invite,), ("--swarm-key", key, "--peers", relay.address)):
         shown = in_process.llmnode("status", *way_in, "--json")
         assert [model["holes"] for model in json.loads(shown.stdout)["models"]] == [[]]

@@ -219,8 +219,9 @@ class Libp2pNetwork:
             self._gate.vouch((relay_of(info) or info).addrs[0])
 
     def note_near(self, address: str) -> None:
-        """A peer in our own network says that it is there: see `mdns.py`. Raises ConfigError."""
-        self._gate.note_near(parse_peer(address).addrs[0])
+        """A peer in our own network says that it is there (see `mdns.py`), or was there. Raises ConfigError."""
+        info = parse_peer(address)
+        self._gate.note_near((relay_of(info) or info).addrs[0])
 
     async def dial(self, address: str, *, is_heard: bool = False) -> Libp2pLink:
         info = parse_peer(address)

@@ -201,6 +201,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         enter(patch.object(app, "open_source", no_blocks))
         enter(patch("llmnode.swarm.join.join_swarm", no_network))
         enter(patch("llmnode.node.nearby.find_swarm", nobody_near))
+        enter(patch("llmnode.node.inviting.find_nearby", nobody_near))
         enter(patch("llmnode.models.sources.hub_list.adapters_on_hub", nobody_near))
         enter(patch("llmnode.node.demo.private_swarm", no_network))
         enter(patch("llmnode.node.demo._load_parts", lambda _threads: None))

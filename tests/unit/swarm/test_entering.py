@@ -133,6 +133,28 @@ def test_peers_are_read_back_by_any_of_the_contacts_and_by_no_other(remembered: 
     assert not remembered([CONTACT], b"key").read(NOW_S + POLICY.forget_after_s + 1)
 
 
+def test_the_swarms_of_a_key_are_found_without_their_contacts(remembered: Callable[..., FormerPeers]) -> None:
+    near, nearer = address("near", "192.168.7.7"), address("nearer", "10.7.7.7")
+    remembered([CONTACT, OTHER], b"key").write([[near, address("a")], [nearer]], NOW_S)
+    remembered([address("home", "10.0.0.1")], b"key").write([[nearer], [near]], NOW_S + 60)
+    remembered([CONTACT], None).write([[address("b")]], NOW_S + 120)
+    assert remembered([], b"key").swarms(NOW_S + DAY_S) == [[[nearer]], [[address("a")]]], "the latest first"
+    assert remembered([], None).swarms(NOW_S) == [[[address("b")]]]
+    assert not remembered([], b"other").swarms(NOW_S)
+    assert not remembered([], b"key").swarms(NOW_S + POLICY.forget_after_s + 61)
+
+
+def test_a_file_of_before_is_read_and_written_anew(remembered: Callable[..., FormerPeers], tmp_path: Path) -> None:
+    peers, file = [[address("a")]], tmp_path / "cache" / "peers.json"
+    remembered([CONTACT], None).write(peers, NOW_S)
+    content = json.loads(file.read_text())
+    content["swarms"] = {key: {"s": each["s"], "peers": each["peers"]} for key, each in content["swarms"].items()}
+    file.write_text(json.dumps(content))
+    assert remembered([CONTACT], None).read(NOW_S) == peers and not remembered([], None).swarms(NOW_S)
+    remembered([CONTACT], None).write(peers, NOW_S + 60)
+    assert remembered([], None).swarms(NOW_S + 60) == [peers]
+
+
 def test_the_file_is_for_its_owner_and_says_neither_who_was_named_nor_the_key(
     remembered: Callable[..., FormerPeers], tmp_path: Path
 ) -> None:

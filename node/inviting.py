@@ -1,0 +1,166 @@
+"""Finds the peers that `llmnode invite` names if its user names none, and the models that they serve."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from llmnode.core.announcement import PeerState
+from llmnode.core.ids import PeerId
+from llmnode.core.peers.invited import DialledFrom, choose_invited, for_others, widest
+from llmnode.core.peers.whereabouts import in_turns
+from llmnode.core.policy import JoinPolicy, LinkPolicy
+from llmnode.errors import ConfigError, PeerError, single_error
+from llmnode.models.names import name_elsewhere
+from llmnode.node.asking import look_at
+from llmnode.node.stopping import run_async
+from llmnode.swarm.former_peers import FormerPeers, peer_of
+from llmnode.swarm.found_nearby import describe, find_nearby
+from llmnode.swarm.own_nodes import running_nodes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from llmnode.core.announcement import Announcement
+    from llmnode.swarm.membership import Swarm
+    from llmnode.swarm.pool import ConnectionPool
+
+LOOK_S = 6.0
+"""Servers that answer later are not named: the invite is to be of use at once."""
+MOST_FORMER_SWARMS = 4
+"""The latest ones that are tried."""
+HERE, NEARBY, FORMER = "on this machine", "by mDNS", "by peers of a former run"
+GIVE = "give --peers ADDRESS, as `llmnode serve` or `llmnode relay` prints it"
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model of servers that have answered. `elsewhere` is its name for other machines; None if they have no files."""
+
+    name: str
+    elsewhere: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The addresses that an invite is to name, and the models that are served there."""
+
+    peers: tuple[str, ...]
+    models: tuple[ServedModel, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """Peers to try, of one swarm, with their addresses. Those that are only `is_near` are strangers."""
+
+    where: str
+    peers: Sequence[Sequence[str]]
+    is_near: bool
+
+
+def find_invited(key: bytes | None, report: Callable[[str], None], *, mdns: bool) -> Found | None:
+    """Peers that answer now: those of a node on this machine, else those that mDNS finds, else those of former runs.
+
+    None if there are none. `key` is that of a private swarm, which mDNS does not look for. `report` is told in lines
+    what takes long, and what was found. Peers that only this machine can dial count if nothing else answers.
+    """
+    with single_error():
+        return run_async(partial(_find, mdns=mdns), key, report)
+
+
+async def _find(key: bytes | None, report: Callable[[str], None], *, mdns: bool) -> Found | None:
+    here_alone: Found | None = None
+    for ways in (_own, _nearby if mdns and key is None else _none, _former):
+        for way in await ways(key, report):
+            found = await _try(way, key, report)
+            if found is None or not found.peers:
+                continue
+            if widest(found.peers) is not DialledFrom.MACHINE:
+                return found
+            here_alone = here_alone or found
+    return here_alone
+
+
+async def _own(key: bytes | None, _report: Callable[[str], None]) -> list[_Way]:
+    nodes = sorted(running_nodes(key), key=widest)  # which keeps the order of those that are alike
+    return [_Way(HERE, _by_peer(addresses), is_near=False) for addresses in nodes]
+
+
+async def _nearby(_key: bytes | None, report: Callable[[str], None]) -> list[_Way]:
+    with suppress(ConfigError, PeerError):
+        found = await find_nearby(report, GIVE)
+        return [_Way(NEARBY, _by_peer(found.peers), is_near=True)]
+    return []
+
+
+async def _none(_key: bytes | None, _report: Callable[[str], None]) -> list[_Way]:
+    return []
+
+
+async def _former(key: bytes | None, _report: Callable[[str], None]) -> list[_Way]:
+    swarms, at_once = FormerPeers((), key).swarms(time.time())[:MOST_FORMER_SWARMS], JoinPolicy().former_at_once
+    parts = [peers[first : first + at_once] for peers in swarms for first in range(0, len(peers), at_once)]
+    return [_Way(FORMER, peers, is_near=True) for peers in parts]
+
+
+async def _try(way: _Way, key: bytes | None, report: Callable[[str], None]) -> Found | None:
+    """None if nobody answers there."""
+    from llmnode.swarm.join import join_swarm
+
+    addresses = [address for peer in way.peers for address in peer]
+    with suppress(PeerError, ConfigError):
+        async with join_swarm(addresses, LinkPolicy(), swarm_key=key, is_near=way.is_near) as (pool, swarm):
+            return await _look(way, pool, swarm, report)
+    return None
+
+
+async def _look(way: _Way, pool: ConnectionPool, swarm: Swarm, report: Callable[[str], None]) -> Found:
+    answers = {peer for model in (await look_at(pool, swarm, LOOK_S)).models for peer in model.answers}
+    stay = (PeerState.JOINING, PeerState.ONLINE)
+    announced = {each.peer: each for each in swarm.view.announcements() if each.offer.state in stay}
+    reached = [each for each in announced.values() if each.peer in answers]
+    connected = {each.peer for each in pool.living()}
+    named: dict[str, Sequence[str]] = {}
+    for addresses in way.peers:
+        peer = PeerId(peer_of(addresses[0]))
+        if peer in connected:  # mDNS has the address in this network, and the peer may announce others before it
+            named[peer] = (*addresses, *(announced[peer].addresses if peer in announced else ()))
+    for each in in_turns(reached, swarm.met_in()):
+        named.setdefault(each.peer, each.addresses)
+    if way.where != NEARBY:  # which has said it
+        report(f"found {way.where}: {describe(reached) if reached else _relays(len(named))}")
+    return Found(choose_invited(map(for_others, named.values())), _models(reached))
+
+
+def _relays(number: int) -> str:
+    return f"{number} peer{'s' * (number != 1)}, and no server that answers"
+
+
+def _models(reached: Sequence[Announcement]) -> tuple[ServedModel, ...]:
+    """Each by the name that most of its servers give it."""
+    names: dict[bytes, Counter[str]] = {}
+    for each in reached:
+        names.setdefault(each.offer.profile.model_digest, Counter())[each.offer.model] += 1
+    found = [(of.most_common(1)[0][0], digest) for digest, of in names.items()]
+    return tuple(ServedModel(name, _elsewhere(name, digest)) for name, digest in sorted(found))
+
+
+def _elsewhere(name: str, digest: bytes) -> str | None:
+    """A stranger may have given the name: it counts only if an invite can have it."""
+    from llmnode.core.hub_names import split_hub_name
+    from llmnode.net.invite import MODEL_CHARS
+
+    elsewhere = name_elsewhere(name, digest)
+    fits = elsewhere is not None and len(elsewhere) <= MODEL_CHARS and split_hub_name(elsewhere) is not None
+    return elsewhere if fits else None
+
+
+def _by_peer(addresses: Sequence[str]) -> list[list[str]]:
+    by_peer: dict[str, list[str]] = {}
+    for each in addresses:
+        by_peer.setdefault(peer_of(each), []).append(each)
+    return list(by_peer.values())

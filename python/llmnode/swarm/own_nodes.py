@@ -1,0 +1,105 @@
+"""The nodes that run on this machine, each in a file of the cache while it runs: `llmnode invite` finds them so.
+
+mDNS tells of no relay and of no private swarm, and works in private networks alone. A file has the addresses of its
+node, and those that its user has named to join the swarm. It says by a digest which swarm that is, and not the key. It
+is gone when the node ends in order, and counts for nothing a few minutes after a node that was killed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, NoReturn
+
+import trio
+
+from llmnode.core.policy import JoinPolicy
+from llmnode.core.user_input import read_file
+from llmnode.errors import ConfigError
+from llmnode.machine.cache_folder import cache_folder, write_in_cache
+from llmnode.swarm.former_peers import is_address, swarm_name
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from llmnode.net.host import Libp2pNetwork
+
+log = logging.getLogger(__name__)
+
+FOLDER = "nodes"
+VERSION = 1
+MOST_BYTES = 16 << 10
+MOST_NODES = 32
+"""The files that are read, the newest ones."""
+MOST_ADDRESSES = 16
+
+
+async def note_running(
+    network: Libp2pNetwork,
+    contacts: Sequence[str],
+    swarm_key: bytes | None,
+    policy: JoinPolicy | None = None,
+    task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+) -> NoReturn:
+    """Keep the file of a node until this is cancelled. One that cannot be written is logged, once.
+
+    It has started when the file is there.
+    """
+    every_s, told, began_s = (policy or JoinPolicy()).remember_every_s, False, time.time()
+    try:
+        while True:
+            addresses = [*network.addresses, *contacts][:MOST_ADDRESSES]
+            content = {"version": VERSION, "of": swarm_name(swarm_key), "s": began_s, "addresses": addresses}
+            try:
+                await trio.to_thread.run_sync(write_in_cache, _file(network.peer), json.dumps(content), 0o600)
+            except (OSError, ConfigError) as error:
+                if not told:
+                    log.info("`llmnode invite` will not find this node: %s", error)
+                told = True
+            task_status.started()
+            task_status = trio.TASK_STATUS_IGNORED
+            with trio.move_on_after(every_s):
+                await network.wait_addresses_changed()
+    finally:
+        with suppress(OSError, ConfigError):
+            _file(network.peer).unlink()
+
+
+def running_nodes(swarm_key: bytes | None, policy: JoinPolicy | None = None) -> list[list[str]]:
+    """The addresses in the file of each node of this swarm that runs, or has been killed a moment ago.
+
+    The node that has been started last is first, and begins with its own addresses. Files of nodes that are gone are
+    deleted.
+    """
+    lifetime_s, now_s = 3 * (policy or JoinPolicy()).remember_every_s, time.time()
+    try:
+        files = sorted(((each.stat().st_mtime, each) for each in cache_folder(FOLDER).glob("*.json")), reverse=True)
+    except (OSError, ConfigError):
+        return []
+    found: list[tuple[float, list[str]]] = []
+    for number, (written_s, file) in enumerate(files):
+        if number < MOST_NODES and abs(now_s - written_s) < lifetime_s:
+            found += _read(file, swarm_name(swarm_key))
+        else:
+            with suppress(OSError):
+                file.unlink()
+    return [addresses for _, addresses in sorted(found, key=lambda each: -each[0])]
+
+
+def _read(file: Path, swarm: str) -> list[tuple[float, list[str]]]:
+    """When the node was started, and its addresses. Empty for one of another swarm, and for a file that is damaged."""
+    try:
+        content = json.loads(read_file(file, str(file), MOST_BYTES))
+        if (content["version"], content["of"]) != (VERSION, swarm):
+            return []
+        addresses = [each for each in content["addresses"] if is_address(each)][:MOST_ADDRESSES]
+        return [(float(content["s"]), addresses)] if addresses else []
+    except (ConfigError, ValueError, TypeError, KeyError, RecursionError, OverflowError):
+        return []
+
+
+def _file(peer: str) -> Path:
+    return cache_folder(FOLDER, f"{peer}.json")

@@ -1,0 +1,252 @@
+"""`llmnode invite` without peers: which ones it finds, which model it names, and what it says."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+import time
+from argparse import Namespace
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+import trio
+
+from llmnode.core.announcement import PeerState
+from llmnode.core.peers.dial_gate import scope_of
+from llmnode.errors import ConfigError
+from llmnode.models.names import EMBEDDED_MODEL
+from llmnode.net.addresses import LISTEN_ANY_LOOPBACK, own_ips
+from llmnode.net.invite import Invite, read_invite, write_invite
+from llmnode.net.swarm_key import make_key
+from llmnode.node import inviting
+from llmnode.node.app import open_relay
+from llmnode.node.cli import main
+from llmnode.node.commands import relay
+from llmnode.node.commands.invite import _model_of
+from llmnode.node.commands.joining import invited_from, private_invite
+from llmnode.node.inviting import FORMER, HERE, Found, ServedModel
+from llmnode.node.settings import NO_OPTIONS
+from llmnode.swarm import former_peers
+from llmnode.swarm.former_peers import FormerPeers
+from llmnode.swarm.own_nodes import note_running
+from unit.exact_nodes import exact_node
+from unit.in_trio import in_trio
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from llmnode.net.host import Libp2pNetwork
+    from llmnode.node.running_node import RunningNode
+
+PEER = "/ip4/{}/tcp/1/p2p/12D3KooWHatDJpvRfD7CvXhA3hg2Pc115M26JP2Zph8nShom4ESy"
+EXACT = (ServedModel("exact", None),)
+ONE, OTHER = ServedModel("org/one", "org/one@" + "a" * 40), ServedModel("org/other", "org/other@" + "b" * 40)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in os.environ:
+        if name.startswith("LLMNODE_") and name not in NO_OPTIONS:
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("LLMNODE_CONFIG", os.devnull)
+    monkeypatch.setenv("LLMNODE_CACHE", str(tmp_path / "cache"))
+
+
+@asynccontextmanager
+async def noted(network: Libp2pNetwork, key: bytes | None = None) -> AsyncIterator[None]:
+    """The network is noted while this lasts, as `serve` and `relay` note theirs."""
+    async with trio.open_nursery() as nursery:
+        await nursery.start(note_running, network, [], key)
+        yield
+        nursery.cancel_scope.cancel()
+
+
+async def until_online(node: RunningNode) -> None:
+    while node.role.offer().state is not PeerState.ONLINE:
+        await node.swarm.wait_changed()
+
+
+@in_trio
+async def test_a_server_on_this_machine_is_found_and_named_with_its_swarm() -> None:
+    lines: list[str] = []
+    async with exact_node(blocks="0:3") as first, exact_node(blocks="3:6", peers=first.addresses) as second:
+        await until_online(second)
+        async with noted(second.network):
+            found = await inviting._find(None, lines.append, mdns=False)
+        assert found == Found((*second.addresses, *first.addresses), EXACT), "the own one first"
+        assert await inviting._find(None, lines.append, mdns=False) is None
+    assert lines == [f"found {HERE}: 2 servers of exact (blocks [0, 3), [3, 6))"]
+
+
+@in_trio
+async def test_a_relay_of_a_private_swarm_is_found_by_its_key_alone(tmp_path: Path) -> None:
+    key, lines = make_key(tmp_path / "swarm.key"), list[str]()
+    async with open_relay([LISTEN_ANY_LOOPBACK], [], Invite((), key), None) as network, noted(network, key):
+        found = await inviting._find(key, lines.append, mdns=True)
+        assert found == Found(tuple(network.addresses), ())
+        assert await inviting._find(None, lines.append, mdns=False) is None
+        assert await inviting._find(b"another".ljust(32), lines.append, mdns=True) is None, "and no mDNS is used"
+    assert lines == [f"found {HERE}: 1 peer, and no server that answers"]
+
+
+@in_trio
+async def test_peers_of_a_former_run_are_found_by_the_key_and_dead_ones_are_passed_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(former_peers, "_MACHINE", "no machine")  # else what is on loopback is not remembered
+    lines: list[str] = []
+    dead = ["/ip4/127.0.0.1/tcp/1/p2p/12D3KooWHatDJpvRfD7CvXhA3hg2Pc115M26JP2Zph8nShom4ESy"]
+    async with exact_node() as server:
+        await until_online(server)
+        now_s = time.time()
+        FormerPeers([PEER.format("127.0.0.1")], None).write([dead, list(server.addresses)], now_s - 60)
+        FormerPeers([PEER.format("127.0.0.1") + "x"], None).write([dead], now_s)
+        FormerPeers([PEER.format("127.0.0.1")], b"k" * 32).write([dead], now_s)
+        found = await inviting._find(None, lines.append, mdns=False)
+        assert found == Found(tuple(server.addresses), EXACT)
+        assert await inviting._find(b"k" * 32, lines.append, mdns=False) is None, "another swarm"
+    assert lines == [f"found {FORMER}: 1 server of exact (blocks [0, 6))"]
+
+
+@in_trio
+async def test_peers_that_others_can_dial_go_before_a_server_of_this_machine_alone() -> None:
+    usable = (str(each) for each in own_ips() if each.version == 4)
+    lan = next((each for each in usable if scope_of(each) not in (None, "machine", "link")), None)
+    if lan is None:
+        pytest.skip("this machine has no address but those of its loopback")
+    lines: list[str] = []
+    async with exact_node() as own, exact_node(listen=[f"/ip4/{lan}/tcp/0"]) as other, noted(own.network):
+        await until_online(other)
+        FormerPeers([PEER.format(lan)], None).write([other.addresses], time.time())
+        found = await inviting._find(None, lines.append, mdns=False)
+        assert found == Found(tuple(other.addresses), EXACT)
+        async with noted(other.network):
+            assert await inviting._find(None, lines.append, mdns=False) == found
+    assert [line.partition(":")[0] for line in lines] == [f"found {HERE}", f"found {FORMER}", f"found {HERE}"]
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> tuple[str, list[str]]:
+    out, err = capsys.readouterr()
+    return out.strip(), err.splitlines()
+
+
+def test_nothing_to_name_is_one_line_that_names_the_fix(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["invite", "--no-mdns"]) == 2
+    out, (line,) = said(capsys)
+    assert not out
+    assert "no peers are named, and none were found: no node runs on this machine, no peer of a former run" in line
+    assert "and mDNS is switched off; start `llmnode serve` or `llmnode relay` here, or give --peers ADDRESS" in line
+
+
+def test_the_invite_of_a_key_whose_swarm_does_not_run_has_no_peers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key = str(tmp_path / "swarm.key")
+    for words in (f"made the key of a new swarm, {key}", "it names no peers to join through: start a relay"):
+        assert main(["invite", "--swarm-key", key]) == 0
+        out, (line, *_) = said(capsys)
+        assert words in line
+        assert read_invite(out).peers == () and read_invite(out).key
+
+
+def test_a_file_with_an_invite_stands_for_its_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "invite"
+    file.write_text(write_invite(Invite((PEER.format("10.0.0.1"),), b"k" * 32)))
+    file.chmod(0o600)
+    assert main(["invite", "--swarm-key", str(file), "--peers", PEER.format("8.8.8.8")]) == 0
+    assert read_invite(said(capsys)[0]) == Invite((PEER.format("8.8.8.8"),), b"k" * 32)
+    file.write_text(write_invite(Invite((PEER.format("10.0.0.1"),))))
+    assert main(["invite", "--swarm-key", str(file)]) == 2
+    assert "has the invite of a public swarm, and no key: leave --swarm-key out" in said(capsys)[1][-1]
+
+
+@pytest.mark.parametrize(
+    ("host", "words"), [("127.0.0.1", "on this machine alone"), ("10.0.0.1", "private network"), ("8.8.8.8", "")]
+)
+def test_it_is_said_where_an_invite_is_of_use(host: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["invite", "--peers", PEER.format(host)]) == 0
+    out, lines = said(capsys)
+    assert read_invite(out).peers == (PEER.format(host),)
+    assert bool(words) == bool(lines) == bool(invited_from([PEER.format(host)]))
+    assert not words or words in lines[0]
+
+
+def test_the_only_model_is_named_and_one_of_several_has_to_be(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _model_of(None, []) is None
+    assert _model_of(None, [ONE]) == ONE.elsewhere
+    assert f"it names the model that the servers have, {ONE.elsewhere}" in said(capsys)[1][0]
+    with pytest.raises(ConfigError, match=f"several models: {ONE.elsewhere}, {OTHER.elsewhere}; name one with --model"):
+        _model_of(None, [ONE, OTHER])
+    for asked in ("org/other", OTHER.elsewhere):
+        assert _model_of(asked, [ONE, OTHER]) == OTHER.elsewhere, "in the revision that is served"
+    assert _model_of(None, EXACT) is None
+    assert "its servers have exact in files, which those whom you invite need too" in said(capsys)[1][0]
+
+
+def test_a_model_that_nobody_there_serves_is_named_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("llmnode.node.commands.invite._name_elsewhere", lambda asked: asked)
+    assert _model_of("org/third", [ONE]) == "org/third"
+    assert f"no server that answers has org/third: {ONE.elsewhere}" in said(capsys)[1][0]
+    assert _model_of("org/third", []) == "org/third" and not said(capsys)[1], "a relay has none"
+
+
+def test_a_name_that_an_invite_cannot_have_is_none() -> None:
+    digest = bytes([0xF2]) + bytes(11) + b"c" * 20
+    assert inviting._elsewhere("org/name", digest) == f"org/name@{'63' * 20}"
+    for name in ("../name", "org/name/more", "x" * 300 + "/y", "org/a b", "\x1b[31m/x"):
+        assert inviting._elsewhere(name, digest) is None
+    assert inviting._elsewhere(EMBEDDED_MODEL, b"any") == EMBEDDED_MODEL
+
+
+def test_a_private_node_says_how_to_make_its_invite_and_never_shows_the_key(tmp_path: Path) -> None:
+    invite = write_invite(Invite((), b"k" * 32))
+    for given in (invite, None):
+        assert private_invite(given, ["a"]).startswith("others join by the invite that this node was started with")
+    file = tmp_path / "my key"
+    told = private_invite(file, [PEER.format("8.8.8.8")], "org/name")
+    assert told.endswith(f"llmnode invite --swarm-key '{file}' --peers {PEER.format('8.8.8.8')} --model org/name")
+
+
+def test_a_qr_code_is_left_out_where_stdout_has_no_characters_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for encoding, is_shown in (("ascii", False), ("latin-1", False), ("utf-8", True)):
+        out, err = io.BytesIO(), io.StringIO()
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, encoding=encoding, write_through=True))
+        monkeypatch.setattr(sys, "stderr", err)
+        monkeypatch.setenv("COLUMNS", "200")
+        assert main(["invite", "--peers", PEER.format("8.8.8.8"), "--qr"]) == 0
+        invite, *code = out.getvalue().decode(encoding).splitlines()
+        assert read_invite(invite).peers == (PEER.format("8.8.8.8"),)
+        assert bool(code) == is_shown
+        assert is_shown or f"no QR code is shown: {encoding}" in err.getvalue()
+
+
+@in_trio
+async def test_a_relay_prints_its_invite_and_one_with_a_key_the_command_that_makes_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "swarm.key"
+    key = make_key(file)
+    for to, given in ((Invite(()), None), (Invite((), key), file)):
+        async with open_relay([LISTEN_ANY_LOOPBACK], [], to, None) as network:
+            arguments = Namespace(json=False, identity=None, swarm_key=given)
+            relay._ready(network, arguments, is_private=to.key is not None)
+            out, (warned,) = said(capsys)
+            assert "of use on this machine alone" in warned
+            arguments.json = True
+            relay._ready(network, arguments, is_private=to.key is not None)
+            invite = json.loads(said(capsys)[0])["invite"]
+            if to.key is None:
+                assert read_invite(invite) == Invite(tuple(network.addresses)) and f"serve {invite}\n" in out
+            else:
+                assert invite is None and "llmnode-invite-" not in out
+                made = out.rpartition("shown here: llmnode ")[2].split()
+                assert main(made) == 0
+                assert read_invite(said(capsys)[0]) == Invite(tuple(network.addresses), key)
