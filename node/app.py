@@ -89,8 +89,8 @@ class NodeConfig:
     - `kv_dtype`, `kv_device`: the rounding of KV, and "cpu", or None for the device of the blocks.
     - `threads`: those of torch; None for its own choice, or fewer if a container has fewer cores.
     - `device`: that of torch; "auto" for a GPU if there is one.
-    - `dtype`, `quant`: what blocks are computed in, and the rounding of weights. "auto", as for `kv_dtype`, is what the
-      servers of the swarm have for the model, else what suits the device.
+    - `dtype`, `quant`: what blocks are computed in, and the rounding of weights. "auto", as for `kv_dtype`, is one
+      that the swarm has for the model, and lacks blocks or speed in (`choose_own`); else what suits the device.
     - `worker`: the blocks run in a "thread" of this program, or in a "process" of their own. If that crashes, its
       sessions go elsewhere, and it is started again. "auto" is a process where one can be started; the program needs
       no guard for it.
@@ -285,9 +285,12 @@ async def source_for(
     async with AsyncExitStack() as stack:
         source = await stack.enter_async_context(open_source(config, report, report_worker))
         model = await (source.open_model() if config.model else _open_default(source, swarm, report))
-        precision = await choose_precision(wish, model, swarm) if wish.is_open else model.precision
+        precision = model.precision
+        if wish.is_open:
+            measured = SpeedCache(config.speed_settings).block_rate
+            precision, why = await choose_precision(wish, config.blocks, model, source, swarm, measured)
+            report(why)
         if precision != model.precision:
-            report(f"the swarm has {model.name} in {precision.name}, and this node joins it in that")
             await stack.aclose()
             named = replace(config, dtype=precision.dtype, quant=precision.quant, kv_dtype=precision.kv_dtype)
             source = await stack.enter_async_context(open_source(named, report, report_worker))

@@ -122,13 +122,14 @@ def add_worker(parser: Parser) -> None:
     )
     add_precision(
         parser,
-        "what the blocks are computed in: float32 is exact (default); auto is what the servers of the swarm have, else "
-        "bfloat16 on a GPU and float32 on a CPU",
+        "what the blocks are computed in: float32 is exact (default); auto takes a precision of the swarm: "
+        "one to complete with these blocks, else the one to add most tokens/s to; without a swarm, bfloat16 on a GPU "
+        "of Ampere or later, and float32 elsewhere",
         "what their weights are rounded to, for a quarter (int8) or a seventh (nf4) of float32's memory: clients use "
-        "such servers where none are exact; auto is what the servers of the swarm have, else nf4 on a GPU, int8 on a "
-        "CPU that is fast at it, and none on others and for a mixture of experts (default none)",
-        "what keys and values are kept in: int8 takes about a quarter of float32's memory, and is lossy; auto is what "
-        "the servers of the swarm have, else same (default same: as --dtype)",
+        "such servers where none are exact; auto chooses as --dtype auto does; without a swarm, nf4 on a GPU, int8 "
+        "on a CPU that is fast at it, and none on others and for a mixture of experts (default none)",
+        "what keys and values are kept in: int8 takes about a quarter of float32's memory, and is lossy; auto "
+        "chooses as --dtype auto does; without a swarm, same (default same: as --dtype)",
         EXACT,
     )
     parser.add_argument(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from itertools import chain
+from typing import TYPE_CHECKING, TypeAlias
 
-from llmnode.core.announcement import PeerState
-from llmnode.core.model import AUTO
+from llmnode.core.model import AUTO, ModelInfo
 from llmnode.core.placement.claims import before_moves, counted, of_weights
 from llmnode.core.placement.joining import choose_span
+from llmnode.core.placement.own_precision import choose_own, describe_own, paced, prospects_of
 from llmnode.core.placement.policy import RebalancePolicy
 from llmnode.core.placement.servers import block_speeds
 from llmnode.core.policy import RoutePolicy
@@ -17,10 +19,16 @@ from llmnode.core.view import online
 from llmnode.swarm.backers import Backers
 
 if TYPE_CHECKING:
-    from llmnode.core.model import ModelInfo, Precision, PrecisionWish
+    from collections.abc import Sequence
+
+    from llmnode.core.model import Precision, PrecisionWish
+    from llmnode.core.placement.own_precision import Candidate
     from llmnode.core.placement.servers import PlacedServer
     from llmnode.ports import WorkerSource
     from llmnode.swarm.membership import Swarm
+
+BlockRate: TypeAlias = Callable[[ModelInfo], Awaitable[float]]
+"""The tokens a second of one block, as this machine measured them in a former run; 0 if it did not."""
 
 
 async def choose_blocks(blocks: str, model: ModelInfo, source: WorkerSource, swarm: Swarm | None) -> Span:
@@ -32,21 +40,54 @@ async def choose_blocks(blocks: str, model: ModelInfo, source: WorkerSource, swa
     return choose_span(length, block_speeds(model.blocks, servers))
 
 
-async def choose_precision(wish: PrecisionWish, model: ModelInfo, swarm: Swarm) -> Precision:
-    """The one that the swarm has, or nearly has, for the model, of those that `wish` allows; else that of `model`.
+async def choose_precision(
+    wish: PrecisionWish, blocks: str, model: ModelInfo, source: WorkerSource, swarm: Swarm, measured: BlockRate
+) -> tuple[Precision, str]:
+    """The best one by `choose_own`, of those that `wish` allows, and a line that says why.
 
-    So a newcomer completes what clients can use soonest, and does not begin another half of a model. Servers are asked
-    whether they answer, if several precisions are announced: a stranger would decide otherwise.
+    There are those that servers have for the model, and that of `model`, which suits the device. Servers are asked
+    whether they answer: a stranger would decide otherwise. `measured` tells how fast this machine was in a former run.
     """
     if not swarm.view.of_model(model.digest):
         await swarm.look_up(model.digest)
-    known = swarm.view.of_model(model.digest)
-    joining = [each for each in known if each.offer.state is PeerState.JOINING]
-    for servers in (online(known), joining):
-        backers = Backers(model, wish, swarm, partial(list, servers))
-        if served := await backers.decided(RoutePolicy().connect_timeout_s):
-            return served[0].precision
-    return model.precision
+    servers = _by_precision(model, swarm)
+    allowed = [each for each in servers if wish.allows(each)]
+    if not allowed:
+        return model.precision, f"{model.precision.name}: nobody serves {model.name} yet, and it suits this device"
+    found = _holding(blocks, model, await source.candidates(list(dict.fromkeys([model.precision, *allowed]))))
+    if not found:
+        return model.precision, f"{model.precision.name}: it suits this device, which cannot compute as the swarm does"
+    rates = {each.precision: await measured(replace(model, precision=each.precision)) for each in found}
+    candidates, unit_tokens_per_s = paced(found, rates, chain.from_iterable(servers.values()))
+    backers = Backers(model, wish, swarm, lambda: online(swarm.view.of_model(model.digest)))
+    met = await backers.answering({each.precision for each in candidates}, RoutePolicy().connect_timeout_s)
+    span = parse_span(blocks, model.blocks) if ":" in blocks else None
+    prospects = prospects_of(model.blocks, candidates, servers, met, unit_tokens_per_s, span)
+    chosen = choose_own(prospects)
+    return chosen.precision, describe_own(chosen, prospects)
+
+
+def _by_precision(model: ModelInfo, swarm: Swarm) -> dict[Precision, list[PlacedServer]]:
+    """The other servers of the model that count, as far as they are believed.
+
+    A claim is limited by those for all precisions: see `counted`.
+    """
+    of_model = [each for each in of_weights(swarm.view.of_model(model.digest), model) if each.peer != swarm.peer]
+    known = {each.peer: each.offer for each in of_model if each.offer.profile.precision.is_known}
+    servers: dict[Precision, list[PlacedServer]] = {}
+    for server in counted([(peer, offer, swarm.state_age_s(peer)) for peer, offer in known.items()], RebalancePolicy()):
+        servers.setdefault(known[server.peer].profile.precision, []).append(server)
+    return servers
+
+
+def _holding(blocks: str, model: ModelInfo, found: Sequence[Candidate]) -> list[Candidate]:
+    """The candidates with the number of blocks that was asked for. If there is memory in none, a load will say so."""
+    if blocks == AUTO:
+        return list(found)
+    length = len(parse_span(blocks, model.blocks)) if ":" in blocks else int(blocks)
+    return [replace(each, blocks=length) for each in found if each.blocks >= length] or [
+        replace(each, blocks=length) for each in found
+    ]
 
 
 async def servers_of(

@@ -78,6 +78,19 @@ class SpeedCache:
             return None
         return ComputeSpeed(**entry["speed"])
 
+    async def block_rate(self, model: ModelInfo) -> float:
+        """The tokens a second of one block with several sessions, by the span that was measured last; 0 without any."""
+        return await trio.to_thread.run_sync(self._block_rate, model)
+
+    def _block_rate(self, model: ModelInfo) -> float:
+        before, _, after = self.key(model, "\0").partition("\0")
+        found: list[tuple[int, float]] = []
+        for key, entry in self._entries().items():
+            if key.startswith(before) and key.endswith(after) and _age_ms(entry["measured_ms"]) < KEEPS_MS:
+                start, end = map(int, key[len(before) : -len(after)].split(":"))
+                found.append((entry["measured_ms"], entry["speed"]["shared_tokens_per_s"] * (end - start)))
+        return max(found, default=(0, 0.0))[1]
+
     def keep(self, key: str, speed: ComputeSpeed) -> ComputeSpeed:
         """Keep it for the next run, unless a faster one is kept already: the faster one is returned.
 

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from llmnode.core.announcement import SignedAnnouncement
     from llmnode.core.budget import Budget, Scope
     from llmnode.core.ids import PeerId
-    from llmnode.core.model import ModelInfo
+    from llmnode.core.model import ModelInfo, Precision
     from llmnode.core.operations import Buffer, Control, Operation, Pass, Slice
+    from llmnode.core.placement.own_precision import Candidate
     from llmnode.core.span import Span
     from llmnode.core.speed import ForwardsSeen
     from llmnode.core.traffic import Traffic
@@ -193,6 +194,9 @@ class Loader(Protocol):
     def fitting_blocks(self) -> int:
         """The number of blocks that there is memory for. Raises ConfigError if it is none."""
 
+    def candidates(self, precisions: Sequence[Precision]) -> list[Candidate]:
+        """Those of the `precisions` in which the device can compute the model, and has memory for a block."""
+
     def load(self, span: Span) -> Loaded:
         """Load a span. Raises ConfigError or ModelError."""
 
@@ -268,6 +272,9 @@ class WorkerSource(Protocol):
 
     async def fitting_blocks(self) -> int:
         """The number of blocks that there is memory for. Raises as `Loader.fitting_blocks`, or WorkerLost."""
+
+    async def candidates(self, precisions: Sequence[Precision]) -> list[Candidate]:
+        """Returns those of `Loader.candidates`. Raises WorkerLost."""
 
     async def load(self, span: Span) -> Worker:
         """A fresh worker. The one before it is lost or dropped by then. Raises as `open_model`."""

@@ -10,8 +10,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmnode.compute.loading import SpanLoader, Wanted
+from llmnode.core.model import PRECISIONS
 from llmnode.core.span import Span
 from llmnode.errors import ConfigError, ModelError
+from llmnode.models.pace import usual_dtype
 from llmnode.models.size import MEMORY_SHARE, PEERS_BYTES, measure_size
 from llmnode.models.sources.checkpoint import CONFIG_FILE
 from reference.small import BLOCKS, KV_TOKENS, cut, make_model, open_saved, save_model
@@ -175,6 +177,39 @@ def test_what_is_chosen_for_what_is_free_fits_into_it(tmp_path: Path, monkeypatc
     assert fitting == BLOCKS
     with pytest.raises(ConfigError, match=r"no block of .* fits: .* lower --kv-tokens or --kv-memory"):
         loader_of(tmp_path, monkeypatch, one).fitting_blocks()
+
+
+def test_the_precisions_in_which_a_device_can_compute_have_their_blocks_and_a_usual_speed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_model(tmp_path, "llama", tied=True)
+    size = measure_size(open_saved(tmp_path))
+    one = size.block_bytes + KV_TOKENS * (size.kv_token_bytes + size.log_token_bytes)
+    loader = loader_of(tmp_path, monkeypatch, int(one / MEMORY_SHARE) + 1, kv_dtype="auto")
+    found = {each.precision.name: each for each in loader.candidates(list(PRECISIONS.values()))}
+    assert found.keys() == PRECISIONS.keys()
+    exact = found["float32"]
+    assert (exact.blocks, exact.pace) == (1, 1.0)
+    assert found["bfloat16"].blocks > 1, "they take half of the memory"
+    assert all(0.0 < each.pace < 1.0 for name, each in found.items() if "nf4" in name or "float16" in name)
+    assert loader.fitting_blocks() == 1, "the loader is as it was"
+    few = loader_of(tmp_path, monkeypatch, one // 2)
+    assert "float32" not in {each.precision.name for each in few.candidates(list(PRECISIONS.values()))}
+
+
+def test_experts_have_no_precision_of_rounded_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_model(tmp_path, "mixtral", tied=False)
+    found = loader_of(tmp_path, monkeypatch, 1 << 30).candidates(list(PRECISIONS.values()))
+    assert {each.precision.quant for each in found} == {"none"}
+
+
+@pytest.mark.parametrize(("capability", "dtype"), [((8, 0), "bfloat16"), ((7, 5), "float32")])
+def test_auto_is_bfloat16_on_gpus_that_have_it(
+    capability: tuple[int, int], dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+    assert usual_dtype("cuda:0") == dtype
+    assert usual_dtype("cpu") == "float32"
 
 
 def test_a_device_that_runs_out_of_memory_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,20 +10,22 @@ from typing import TYPE_CHECKING
 import pytest
 import trio
 
-from llmnode.core.model import EXACT, PRECISIONS, PrecisionWish, wish_named
+from llmnode.core.model import EXACT, PRECISIONS, ModelInfo, Precision, PrecisionWish, wish_named
 from llmnode.core.policy import ClientPolicy, LinkPolicy, RoutePolicy
 from llmnode.core.span import Span
 from llmnode.errors import NoRoute, PeerError, single_error
-from llmnode.node.serve.placing import choose_precision
+from llmnode.node.serve.placing import choose_blocks, choose_precision
 from llmnode.session.found_precision import find_router
 from llmnode.testing import peer_named
+from llmnode.testing.worker import ExactSource
+from llmnode.testing.world import FORWARD_S, KV_TOKENS, SAID_BLOCK_US
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.messages import RefusalCode
 from llmnode.wire.refusal import refusal_of
 from simulation.world import World, simulated, world
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable
+    from collections.abc import AsyncIterator, Iterable, Mapping
 
     from llmnode.core.ids import PeerId
     from llmnode.session.peer_finder import PeerFinder
@@ -33,9 +35,9 @@ WHOLE, FRONT, BACK = Span(0, 6), Span(0, 3), Span(3, 6)
 ANY = PrecisionWish()
 
 
-async def start(swarm: World, name: str, dtype: str, span: Span = WHOLE) -> None:
+async def start(swarm: World, name: str, dtype: str, span: Span = WHOLE, *, said_us: int = SAID_BLOCK_US) -> None:
     """A server of its blocks in `dtype`, which are exact all the same."""
-    node = await swarm.start(name, span)
+    node = await swarm.start(name, span, said_us=said_us)
     node.role.model = node.server.model = replace(swarm.model, precision=PRECISIONS[dtype])
     node.role.announce()
 
@@ -190,6 +192,7 @@ async def test_a_newcomer_joins_the_precision_of_servers_that_answer() -> None:
             sybil.network.claimed_hosts = [f"7.7.{number}.1"]
             sybil.role.announce()
         newcomer = swarm.nodes["newcomer"]
+        newcomer.source.fitting = 3
         said = {node.peer for node in swarm.nodes.values() if node.network.claimed_hosts}
         view = newcomer.swarm.view
         while said != {each.peer for each in view.announcements() if each.addresses[0].startswith("/ip4/7.7")}:
@@ -197,7 +200,79 @@ async def test_a_newcomer_joins_the_precision_of_servers_that_answer() -> None:
         for number in range(5):
             swarm.kill(f"sybil {number}")
         await trio.sleep(LinkPolicy().silence_s + 1)
-        assert (await choose_precision(ANY, swarm.model, newcomer.swarm)).name == "bfloat16"
+        for source in (newcomer.source, ExactSource(swarm.model, KV_TOKENS, FORWARD_S)):
+            precision, why = await choose_precision(ANY, "auto", swarm.model, source, newcomer.swarm, never_measured)
+            assert precision.name == "bfloat16"
+            assert "too few servers of float32 answer" in why
+
+
+async def never_measured(_model: ModelInfo) -> float:
+    return 0.0
+
+
+async def join(swarm: World, name: str, *, fitting: int = 3, paces: Mapping[Precision, float] | None = None) -> str:
+    """A server as `llmnode serve --dtype auto --quant auto` makes it, with this many blocks. Returns what it says."""
+    place = await swarm.start_relay(f"place of {name}")
+    said = {(node.peer, node.role.offer().profile) for node in swarm.nodes.values()}
+    while not said <= {(each.peer, each.offer.profile) for each in place.swarm.view.announcements()}:
+        await place.swarm.wait_changed()
+    source = ExactSource(swarm.model, KV_TOKENS, FORWARD_S)
+    source.fitting, source.paces = fitting, dict(paces or {})
+    precision, why = await choose_precision(ANY, "auto", swarm.model, source, place.swarm, never_measured)
+    span = await choose_blocks("auto", replace(swarm.model, precision=precision), source, place.swarm)
+    await start(swarm, name, precision.name, span)
+    return why
+
+
+@simulated
+async def test_a_newcomer_closes_the_gap_of_a_precision_that_nobody_could_use() -> None:
+    """And clients use it. The next one goes where the swarm is weak."""
+    async with world() as swarm:
+        for name in ("one", "two"):
+            await start(swarm, name, "float32")
+        await start(swarm, "half", "bfloat16", FRONT)
+        with pytest.raises(NoRoute):
+            await found(swarm, wish_named("bfloat16"))
+        assert (await join(swarm, "three")).startswith("bfloat16: the swarm lacks blocks [3, 6) in it, and this node")
+        router = await found(swarm, wish_named("bfloat16"))
+        assert [hop.peer for hop in router.route] == [swarm.nodes[name].peer for name in ("half", "three")]
+        assert (await join(swarm, "four")).startswith(
+            "float32: 2 servers have the whole model in it, and this node adds"
+        )
+
+
+@simulated
+async def test_a_newcomer_strengthens_the_precision_whose_throughput_it_raises_most() -> None:
+    """Unless its device is slow in it, or a gap is too large for it."""
+    async with world() as swarm:
+        for name in ("one", "two"):
+            await start(swarm, name, "float32")
+            await start(swarm, f"{name} front", "bfloat16", FRONT)
+            await start(swarm, f"{name} back", "bfloat16", BACK, said_us=8000)
+        await start(swarm, "sixth", "float16", Span(0, 1))
+        why = await join(swarm, "four")
+        assert why.startswith("bfloat16: 4 servers have the whole model in it, and this node adds")
+        assert "; float16 lacks blocks [4, 6) even with this node" in why
+        assert swarm.nodes["four"].role.span == BACK, "where those are slow"
+        swarm.kill("four")
+        why = await join(swarm, "slow", paces={PRECISIONS["bfloat16"]: 0.1})
+        assert why.startswith("float32: 2 servers have") and "; this device is slow in bfloat16; " in why
+
+
+@simulated
+async def test_a_boast_of_one_stranger_draws_no_newcomer_and_a_gap_of_its_own_one_alone() -> None:
+    async with world() as swarm:
+        for name in ("one", "two"):
+            await start(swarm, name, "bfloat16")
+        swarm.internet.locate(peer_named("fast"), "7.7.7.1")
+        swarm.internet.locate(peer_named("slow"), "7.7.7.2")
+        await start(swarm, "fast", "float32", FRONT, said_us=1)
+        assert (await join(swarm, "three")).startswith("float32: the swarm lacks blocks [3, 6) in it")
+        assert (await join(swarm, "four")).startswith("bfloat16: 2 servers")
+        swarm.kill("three")
+        await start(swarm, "slow", "float32", BACK, said_us=10**9)
+        for name in ("five", "six"):
+            assert (await join(swarm, name)).startswith("bfloat16: "), "its weak blocks are its own matter"
 
 
 @simulated

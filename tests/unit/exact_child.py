@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import llmnode
 from llmnode.compute.child import serve_node
+from llmnode.core.placement.own_precision import Candidate
 from llmnode.core.span import Span
 from llmnode.errors import ConfigError
 from llmnode.ports import Loaded
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from llmnode.compute.loading import Wanted
-    from llmnode.core.model import ModelInfo
+    from llmnode.core.model import ModelInfo, Precision
     from llmnode.core.operations import Buffer, Pass, Slice
     from llmnode.ports import Executor
 
@@ -133,6 +134,9 @@ class TroubledLoader:
 
     def fitting_blocks(self) -> int:
         return 3
+
+    def candidates(self, precisions: Sequence[Precision]) -> list[Candidate]:
+        return [Candidate(each, self.fitting_blocks(), 1.0) for each in precisions]
 
     def load(self, span: Span) -> Loaded:
         self._report("loading")

@@ -6,13 +6,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from llmnode.core.model import AUTO, EXACT, Precision
+from llmnode.core.placement.own_precision import Candidate
 from llmnode.node.app import NodeConfig, open_node
 from llmnode.ports import Loaded
 from llmnode.testing import ExactExecutor
 from llmnode.testing.exact_blocks import EXACT_MODEL
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractAsyncContextManager
 
     from llmnode.compute.loading import Wanted
@@ -37,6 +38,9 @@ class ExactLoader:
 
     def fitting_blocks(self) -> int:
         return EXACT_MODEL.blocks
+
+    def candidates(self, precisions: Sequence[Precision]) -> list[Candidate]:
+        return [Candidate(each, self.fitting_blocks(), 1.0) for each in precisions]
 
     def load(self, span: Span) -> Loaded:
         executor: Any = ExactExecutor(span, EXACT_MODEL.row_bytes, KV_TOKENS)

@@ -13,7 +13,9 @@ from llmnode.compute.loading import Wanted
 from llmnode.compute.process_loader import ProcessLoader
 from llmnode.compute.thread_worker import ThreadLoader
 from llmnode.core.ids import PeerId, SessionId
+from llmnode.core.model import EXACT, PRECISIONS
 from llmnode.core.operations import Close, Fork, Forward, Open, Truncate
+from llmnode.core.placement.own_precision import Candidate
 from llmnode.core.span import Span
 from llmnode.errors import WorkerLost
 from llmnode.testing import EXACT_MODEL, exact_output
@@ -66,7 +68,9 @@ async def test_a_worker_computes_and_keeps_what_it_is_told(twin: str) -> None:
     async with sources(twin) as source:
         model = await source.open_model()
         assert model == EXACT_MODEL
-        assert 1 <= await source.fitting_blocks() <= model.blocks
+        assert 1 <= (fitting := await source.fitting_blocks()) <= model.blocks
+        names = [EXACT, PRECISIONS["bfloat16+nf4"]]
+        assert await source.candidates(names) == [Candidate(each, fitting, 1.0) for each in names]
         worker = await source.load(SPAN)
         assert worker.span == SPAN
         free = worker.kv_tokens

@@ -25,6 +25,7 @@ from llmnode.compute.shared import SharedMemory
 from llmnode.compute.work import do
 from llmnode.compute.worker_messages import (
     ANSWER,
+    CANDIDATES,
     DROP,
     FAILED,
     FITTING_BLOCKS,
@@ -40,6 +41,7 @@ from llmnode.compute.worker_messages import (
     put_done,
     take_work,
 )
+from llmnode.core.model import precision_named
 from llmnode.core.span import Span
 from llmnode.core.texts.log_lines import log_to
 from llmnode.core.texts.visible import VisibleStream
@@ -212,6 +214,9 @@ class _Child:
         assert self._loader is not None, "the model is opened first"
         if word == FITTING_BLOCKS:
             return self._loader.fitting_blocks()
+        if word == CANDIDATES:
+            found = self._loader.candidates([precision_named(each) for each in arguments])
+            return [[each.precision.name, each.blocks, each.pace] for each in found]
         assert word == LOAD
         number, start, end = arguments
         return self._hold(number, self._loader.load(Span(start, end)))

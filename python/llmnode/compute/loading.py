@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from llmnode.core.model import AUTO, QUANTS, SAME, Precision
+from llmnode.core.placement.own_precision import Candidate
 from llmnode.core.serving.kv_memory import parse_memory
-from llmnode.errors import ConfigError
+from llmnode.errors import ConfigError, ModelError
 from llmnode.machine.startup import collection_paused
 from llmnode.ports import Loaded
 
@@ -68,7 +70,9 @@ class SpanLoader:
             check_blocks(self._folder)
         wanted = replace(self._wanted, device=device_named(self._wanted.device))
         if wanted.dtype == AUTO:
-            wanted = replace(wanted, dtype="bfloat16" if wanted.device.startswith("cuda") else "float32")
+            from llmnode.models.pace import usual_dtype
+
+            wanted = replace(wanted, dtype=usual_dtype(wanted.device))
         if wanted.kv_dtype == AUTO:
             wanted = replace(wanted, kv_dtype=SAME)
         wanted = replace(wanted, quant=_quant(wanted, self._folder), kv_device=_kv_device(wanted))
@@ -92,6 +96,19 @@ class SpanLoader:
                 "end other programs, raise the container's limit, or lower --kv-tokens or --kv-memory"
             )
         return fitting
+
+    def candidates(self, precisions: Sequence[Precision]) -> list[Candidate]:
+        from llmnode.models.pace import usual_pace
+
+        found: list[Candidate] = []
+        for each in precisions:
+            wanted = replace(self._wanted, dtype=each.dtype, quant=each.quant, kv_dtype=each.kv_dtype)
+            loader = SpanLoader(wanted, self._report)
+            loader._folder = self._folder
+            with suppress(ConfigError, ModelError):  # no block fits, or the family has none in it
+                if pace := usual_pace(self._opened, wanted.device, each):
+                    found.append(Candidate(each, loader.fitting_blocks(), pace))
+        return found
 
     def load(self, span: Span) -> Loaded:
         """Load `span`. After a lost worker, the announced KV on a CPU need not fit now, but the weights must.

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, TypeVar
 import trio
 
 from llmnode.compute.batching import BatchingWorker
-from llmnode.compute.worker_messages import FITTING_BLOCKS, LOAD, OPEN_MODEL
+from llmnode.compute.worker_messages import CANDIDATES, FITTING_BLOCKS, LOAD, OPEN_MODEL
 from llmnode.compute.worker_process import COMMAND, HeldSpan, start_process
-from llmnode.core.model import ModelInfo
+from llmnode.core.model import ModelInfo, precision_named
+from llmnode.core.placement.own_precision import Candidate
 from llmnode.core.policy import WorkerPolicy
 from llmnode.core.serving.restarts import Restarts
 from llmnode.errors import ConfigError, ModelError, WorkerLost
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from llmnode.compute.loading import Wanted
     from llmnode.compute.worker_process import WorkerProcess
+    from llmnode.core.model import Precision
     from llmnode.core.span import Span
     from llmnode.ports import Worker
 
@@ -77,6 +79,13 @@ class ProcessLoader:
         async def ask(process: WorkerProcess) -> int:
             fitting: int = await process.ask(FITTING_BLOCKS, report=self._report)
             return fitting
+
+        return await self._persist(ask)
+
+    async def candidates(self, precisions: Sequence[Precision]) -> list[Candidate]:
+        async def ask(process: WorkerProcess) -> list[Candidate]:
+            found = await process.ask(CANDIDATES, *(each.name for each in precisions), report=self._report)
+            return [Candidate(precision_named(name), blocks, pace) for name, blocks, pace in found]
 
         return await self._persist(ask)
 

@@ -15,10 +15,11 @@ from llmnode.errors import ModelError, WorkerLost
 from llmnode.machine.startup import free_dropped
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from llmnode.compute.work import Done, Work
-    from llmnode.core.model import ModelInfo
+    from llmnode.core.model import ModelInfo, Precision
+    from llmnode.core.placement.own_precision import Candidate
     from llmnode.core.policy import BatchPolicy
     from llmnode.core.span import Span
     from llmnode.ports import Executor, Loaded, Loader, Worker
@@ -57,6 +58,9 @@ class ThreadLoader:
 
     async def fitting_blocks(self) -> int:
         return await trio.to_thread.run_sync(self._loader.fitting_blocks)
+
+    async def candidates(self, precisions: Sequence[Precision]) -> list[Candidate]:
+        return await trio.to_thread.run_sync(self._loader.candidates, precisions)
 
     async def load(self, span: Span) -> ThreadWorker:
         assert not self._workers, "the worker before is dropped first"

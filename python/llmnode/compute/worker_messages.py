@@ -29,6 +29,7 @@ SAID = "said"
 """The child's, with a line about something that takes long. The answer is still to come."""
 ANSWER, FAILED = "answer", "failed"
 OPEN_MODEL, FITTING_BLOCKS, LOAD, WORK, DROP = "open-model", "fitting-blocks", "load", "work", "drop"
+CANDIDATES = "candidates"
 """The node's messages. Each has one answer. LOAD, WORK and DROP name an executor by a number."""
 LOAD_BESIDE = "load-beside"
 """The node's over a socket of its own, with the number of the new executor, that of the one that works meanwhile, the

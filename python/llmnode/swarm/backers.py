@@ -1,13 +1,14 @@
 """Servers that answer, by their address groups: the votes for a precision, where a swarm announces several.
 
-An announcement costs its author nothing. So what it says has no vote before its server has been connected to. Newcomers
-that choose blocks ask as clients do.
+An announcement costs its author nothing. So what it says has no vote before its server has been connected to. Clients
+ask only where several precisions are whole; newcomers that choose one ask the servers of each.
 """
 
 from __future__ import annotations
 
 import random
 from contextlib import suppress
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 import trio
@@ -17,7 +18,7 @@ from llmnode.core.placement.precisions import BACKERS, ServedPrecision, backing_
 from llmnode.errors import ConfigError, PeerError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from llmnode.core.announcement import Announcement
     from llmnode.core.ids import PeerId
@@ -46,20 +47,27 @@ class Backers:
     async def decided(self, timeout_s: float) -> list[ServedPrecision]:
         """The same. If several are served whole, some servers of each are asked first, for this time."""
         served = self.served({})
-        if sum(each.is_whole for each in served) > 1:
-            served = self.served(await self._ask(timeout_s))
+        whole = {each.precision for each in served if each.is_whole}
+        if len(whole) > 1:
+            served = self.served(await self._ask(whole, timeout_s, self._is_decided))
         return served
 
-    async def _ask(self, timeout_s: float) -> dict[PeerId, str]:
+    async def answering(self, precisions: Collection[Precision], timeout_s: float) -> dict[PeerId, str]:
+        """The address groups of those that answer in this time, of servers in two groups for each block of each."""
+        return await self._ask(precisions, timeout_s, lambda _groups: False)
+
+    async def _ask(
+        self, precisions: Collection[Precision], timeout_s: float, is_over: Callable[[Mapping[PeerId, str]], bool]
+    ) -> dict[PeerId, str]:
         """Connect to servers of two address groups for each block, in each precision, as far as they answer.
 
-        Returns the address groups of those that do. It is over as soon as the best precision is known to have them.
+        Returns the address groups of those that do. It may be over as soon as enough have answered.
         """
         groups = self._swarm.connected_in()
         asked: set[PeerId] = set()
         with trio.move_on_after(timeout_s):
-            while len(asked) < MOST_ASKED and not self._is_decided(groups):
-                chosen = self._next(asked, groups)[: MOST_ASKED - len(asked)]
+            while len(asked) < MOST_ASKED and not is_over(groups):
+                chosen = self._next(precisions, asked, groups)[: MOST_ASKED - len(asked)]
                 if not chosen:
                     break
                 asked |= {each.peer for each in chosen}
@@ -69,7 +77,7 @@ class Backers:
                         with suppress(PeerError, ConfigError):
                             connection = await self._swarm.connect(each.addresses)
                             groups[connection.peer] = connection.source.group
-                            if self._is_decided(groups):
+                            if is_over(groups):
                                 nursery.cancel_scope.cancel()
 
                     for each in chosen:
@@ -80,13 +88,16 @@ class Backers:
         first = next(iter(self.served(groups)), None)
         return first is not None and first.precision == self._wish.nearest and first.groups >= BACKERS
 
-    def _next(self, asked: set[PeerId], groups: Mapping[PeerId, str]) -> list[Announcement]:
+    def _next(
+        self, precisions: Collection[Precision], asked: set[PeerId], groups: Mapping[PeerId, str]
+    ) -> list[Announcement]:
         by_precision: dict[Precision, list[Announcement]] = {}
-        whole = {each.precision for each in self.served({}) if each.is_whole}
         of_model = of_weights(self._usable(), self._model)
         for each in random.sample(of_model, len(of_model)):
             precision = each.offer.profile.precision
-            if precision in whole and (each.peer in groups or each.peer not in asked):
+            if precision in precisions and (each.peer in groups or each.peer not in asked):
                 by_precision.setdefault(precision, []).append(each)
         met = self._swarm.met_in()
-        return [each for own in by_precision.values() for each in backing_servers(own, groups, met)]
+        chosen = [backing_servers(own, groups, met) for own in by_precision.values()]
+        # In turn: inventions in one precision do not use up the tries of the others.
+        return [each for in_turn in zip_longest(*chosen) for each in in_turn if each is not None]

@@ -12,6 +12,7 @@ from llmnode.compute.work import do, failed
 from llmnode.core.ids import SESSION_ID_BYTES, AdapterId, SessionId
 from llmnode.core.model import FP32_BYTES, ModelInfo
 from llmnode.core.operations import Adopt, Backward, Close, Forget, Fork, Open, Resize, Truncate
+from llmnode.core.placement.own_precision import Candidate
 from llmnode.core.span import Span
 from llmnode.errors import AdapterError, ConfigError, WorkerLost
 from llmnode.testing.exact_blocks import (
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from llmnode.compute.work import Done, Work
+    from llmnode.core.model import Precision
     from llmnode.core.operations import Buffer, Control, Operation, Pass, Slice
     from llmnode.core.policy import BatchPolicy
     from llmnode.core.priority import Priority
@@ -128,6 +130,9 @@ class ExactSource:
         self.load_s = self.drop_s = 0.0
         self.gate: trio.Event | None = None
         self.too_large: set[Span] = set()
+        self.fitting = model.blocks
+        self.paces: dict[Precision, float] = {}
+        """See `Candidate.pace`. It is 1 in others."""
         self._model = model
         self._kv_tokens = kv_tokens
         self._forward_s = forward_s
@@ -138,7 +143,10 @@ class ExactSource:
         return self._model
 
     async def fitting_blocks(self) -> int:
-        return self._model.blocks
+        return self.fitting
+
+    async def candidates(self, precisions: Sequence[Precision]) -> list[Candidate]:
+        return [Candidate(each, self.fitting, self.paces.get(each, 1.0)) for each in precisions]
 
     async def load(self, span: Span) -> ExactWorker:
         assert not self._workers, "the one before is lost or dropped"

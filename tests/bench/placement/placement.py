@@ -12,10 +12,12 @@ import random
 import statistics
 import time
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from bench.kit.options import add_plot, add_thin, count
 from bench.kit.report import Report, Row, at_least, at_most, below
+from bench.placement import precisions
 from bench.placement.churn import churn_row
 from bench.placement.exact import best_throughput
 from bench.placement.layouts import read_cluster, read_published
@@ -110,7 +112,7 @@ def run(options: Options) -> Report:
     fleet = fleet_of(options)
     rows, aims = _figure_4(options, fleet)
     if options.hosts is None and options.trace is None:
-        for part in (_lied_to, _small_cases, _published_layouts, _large_swarms):
+        for part in (_lied_to, _small_cases, _published_layouts, _precisions, _large_swarms):
             more_rows, more_aims = part(options)
             rows += more_rows
             aims += more_aims
@@ -183,6 +185,12 @@ def liars(fleet: Fleet) -> list[Host]:
     return [
         Host(PeerId(f"liar-{number}"), own, always, boast=1000.0, ghost=number >= LIARS) for number in range(2 * LIARS)
     ]
+
+
+def _precisions(options: Options) -> tuple[list[Row], list[Aim]]:
+    move = partial(settled, precisions.BLOCKS, policy=PlanPolicy())
+    rows, ratios = precisions.precision_rows(20 if options.thin else precisions.SEEDS, move)
+    return rows, [at_least("throughput with nodes on auto, of that by the former rule", min(ratios), 1.0)]
 
 
 def _small_cases(options: Options) -> tuple[list[Row], list[Aim]]:

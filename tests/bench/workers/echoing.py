@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from llmnode.compute.child import serve_node
 from llmnode.core.model import ModelInfo
+from llmnode.core.placement.own_precision import Candidate
 from llmnode.core.span import Span
 from llmnode.ports import Loaded
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from llmnode.compute.loading import Wanted
+    from llmnode.core.model import Precision
     from llmnode.core.operations import Buffer, Control, Pass, Slice
     from llmnode.ports import Executor
 
@@ -53,6 +55,9 @@ class EchoLoader:
 
     def fitting_blocks(self) -> int:
         return ECHO.blocks
+
+    def candidates(self, precisions: Sequence[Precision]) -> list[Candidate]:
+        return [Candidate(each, self.fitting_blocks(), 1.0) for each in precisions]
 
     def load(self, span: Span) -> Loaded:
         return Loaded(EchoExecutor(), tensor_bytes=0)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
 
 from bench.placement.exact import best_throughput
 from bench.placement.layouts import Cluster, Model, read_cluster, read_published
 from bench.placement.placement import CASES, settled
+from bench.placement.precisions import BLOCKS as PRECISION_BLOCKS
+from bench.placement.precisions import precision_rows
 from llmnode.core.ids import PeerId
 from llmnode.core.placement.joining import choose_span
 from llmnode.core.placement.policy import LayoutPolicy, PlanPolicy
@@ -77,3 +80,8 @@ def test_a_small_swarm_stays_where_it_is_if_that_is_best() -> None:
         PlacedServer(PeerId(str(number)), Span(2 * number, 2 * number + 2), one_speed(5.0, 2)) for number in range(4)
     ]
     assert settled(8, swarm, PlanPolicy()) == swarm
+
+
+def test_nodes_that_choose_their_precision_by_need_give_a_swarm_more_throughput() -> None:
+    _, ratios = precision_rows(40, partial(settled, PRECISION_BLOCKS, policy=PlanPolicy(tries=120, pairs=3)))
+    assert min(ratios[:3]) > 1.0

@@ -19,6 +19,7 @@ from llmnode.compute.thread_worker import ComputeThread, ThreadLoader, ThreadWor
 from llmnode.compute.work import do
 from llmnode.core.ids import PeerId, SessionId
 from llmnode.core.operations import Backward, Close, Evaluate, Forward, Open
+from llmnode.core.placement.own_precision import Candidate
 from llmnode.core.span import Span
 from llmnode.errors import WorkerLost
 from llmnode.ports import Loaded
@@ -26,12 +27,12 @@ from llmnode.testing import ExactExecutor, exact_output
 from llmnode.testing.exact_blocks import EXACT_MODEL, exact_gradient
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Sequence
 
     from _pytest.monkeypatch import MonkeyPatch
 
     from llmnode.compute.work import Done, Work
-    from llmnode.core.model import ModelInfo
+    from llmnode.core.model import ModelInfo, Precision
     from llmnode.ports import Executor
 
 SPAN = Span(0, 2)
@@ -166,6 +167,9 @@ class ExactLoader:
 
     def fitting_blocks(self) -> int:
         return EXACT_MODEL.blocks
+
+    def candidates(self, precisions: Sequence[Precision]) -> list[Candidate]:
+        return [Candidate(each, self.fitting_blocks(), 1.0) for each in precisions]
 
     def load(self, span: Span) -> Loaded:
         executor = ExactExecutor(span, ROW, kv_tokens=1000)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from llmnode.core.announcement import PeerState
+from llmnode.core.span import Span
 from llmnode.net.invite import Invite, read_invite, write_invite
 from llmnode.net.swarm_key import make_key
 from llmnode.node import Node, cli
@@ -46,9 +47,23 @@ async def test_a_server_that_names_no_precision_joins_in_that_of_the_swarm() -> 
         await until_online(first)
         async with exact_node(**auto, peers=first.addresses, report=told.append) as second:
             assert second.model.precision.name == "bfloat16+int8"
-            assert "the swarm has exact in bfloat16+int8, and this node joins it in that" in told
+            assert "bfloat16+int8: the swarm lacks blocks [3, 6) in it, and this node serves them" in told
         async with exact_node(dtype="auto", peers=first.addresses) as third:
             assert third.model.precision.name == "float32", "quant was named: none"
+
+
+@in_trio
+async def test_a_server_that_names_no_precision_serves_blocks_that_nobody_has_in_one() -> None:
+    """Though another precision is whole, which clients use: this one is of use then too."""
+    told: list[str] = []
+    async with (
+        exact_node() as whole,
+        exact_node(blocks="0:4", dtype="bfloat16", peers=whole.addresses) as front,
+    ):
+        await until_online(front)
+        async with exact_node(blocks="2", dtype="auto", peers=front.addresses, report=told.append) as back:
+            assert (back.model.precision.name, back.role.span) == ("bfloat16", Span(4, 6))
+            assert told[-2].startswith("bfloat16: the swarm lacks blocks [4, 6) in it, and this node serves them")
 
 
 @in_trio

@@ -199,6 +199,25 @@ def test_a_speed_is_measured_once_for_each_span_precision_and_setting(tmp_path: 
     trio.run(main)
 
 
+def test_the_speed_of_a_block_is_known_by_whatever_span_was_measured_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, now_ms = SpeedCache("cuda:0, 4 threads", tmp_path / "speeds.json"), wall_clock_ms()
+    other = replace(MODEL, precision=Precision("bfloat16"))
+    for days, (span, model) in enumerate([("0:4", MODEL), ("2:5", MODEL), ("0:1", other)]):
+        at_ms = now_ms + days * AGAIN_MS
+        monkeypatch.setattr("llmnode.node.serve.speed_cache.wall_clock_ms", lambda at_ms=at_ms: at_ms)
+        cache.keep(cache.key(model, span), ComputeSpeed(10.0, 20.0, 30.0))
+
+    async def rates() -> list[float]:
+        caches = (cache, SpeedCache("cpu, 4 threads", cache.path))
+        return [await each.block_rate(model) for each in caches for model in (MODEL, other)]
+
+    assert trio.run(rates) == [60.0, 20.0, 0.0, 0.0]
+    monkeypatch.setattr("llmnode.node.serve.speed_cache.wall_clock_ms", lambda: now_ms + 2 * KEEPS_MS)
+    assert trio.run(rates) == [0.0] * 4
+
+
 def test_old_damaged_and_false_speeds_are_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache, speed = SpeedCache(path=tmp_path / "speeds.json"), ComputeSpeed(1.0, 2.0, 3.0)
     cache.keep("one", speed)
