@@ -14,7 +14,7 @@ from llmnode.core.announcement import Announcement, SignedAnnouncement
 from llmnode.core.policy import SwarmPolicy
 from llmnode.core.span import Span
 from llmnode.errors import RemoteProtocolError
-from llmnode.swarm.membership import READ_AT_ONCE
+from llmnode.swarm.view_exchange import READ_AT_ONCE
 from llmnode.testing import open_world, simulated, simulated_ms
 from llmnode.testing.network import _signature, peer_named
 from llmnode.wire import announcement

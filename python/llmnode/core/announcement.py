@@ -137,11 +137,7 @@ class SignedBody:
 
 @dataclass(frozen=True, slots=True)
 class SignedAnnouncement:
-    """An announcement as its peer signed it, to be passed on as it is.
-
-    `in_version_1` is its form for peers that speak nothing newer; None if it has none. It may be `signed` itself.
-    """
+    """An announcement as its peer signed it, to be passed on as it is."""
 
     announcement: Announcement
     signed: SignedBody
-    in_version_1: SignedBody | None

@@ -28,7 +28,7 @@ from llmnode.net.dht_client import Routing, Table
 from llmnode.net.dht_server import DhtServer
 from llmnode.net.dht_stores import Providers, Values
 from llmnode.net.identity import is_signed
-from llmnode.wire.announcement import checked, unpack_announcement
+from llmnode.wire.announcement import form_in_version_1, is_signed_by_peer, unpack_announcement
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -78,7 +78,7 @@ class DhtDirectory:
 
     async def publish(self, signed: SignedAnnouncement) -> None:
         announcement = signed.announcement
-        form = signed.in_version_1 or signed.signed  # peers of protocol 1 keep records too, and only of the former
+        form = form_in_version_1(signed, is_signed) or signed.signed  # peers of protocol 1 keep records of the former
         record = msgpack.packb((form.body, form.signature))
 
         async def publish() -> None:
@@ -184,7 +184,7 @@ class _AnnouncementValidator(Validator):
             raise ValueError("expired")
         if announcement.expires_ms > now_ms + 1000 * (self._policy.lifetime_s + self._policy.clock_skew_s):
             raise ValueError("from the future")
-        if checked(signed, is_signed) is None:
+        if not is_signed_by_peer(signed, is_signed):
             raise ValueError("not signed by the peer that it names")
 
     def select(self, _key: str, values: list[bytes]) -> int:

@@ -27,8 +27,8 @@ from llmnode.errors import ConfigError, PeerError, RemoteProtocolError
 from llmnode.swarm.entering import enter
 from llmnode.swarm.former_peers import peer_of
 from llmnode.swarm.peer_connection import source_of
-from llmnode.swarm.view_exchange import ViewExchange, with_pauses
-from llmnode.wire.announcement import checked, forms_for, pack_news, sign_announcement, unpack_news
+from llmnode.swarm.view_exchange import READ_AT_ONCE, ViewExchange, with_pauses
+from llmnode.wire.announcement import is_signed_by_peer, pack_news, sign_announcement, unpack_news
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.messages import Clock, pack, unpack
 
@@ -47,11 +47,6 @@ log = logging.getLogger(__name__)
 
 PLACE_BYTES = 8 << 10
 """An announcement of the largest size in a view takes this much memory."""
-READ_AT_ONCE = 16
-"""After this number of announcements other tasks get their turn: each takes up to a fifth of a millisecond to read and
-to verify."""
-
-
 DIRECTORY = Source(PeerId("the directory"), "the directory")
 """Anybody may write into the directory. So all peers that it names count as named by one source."""
 
@@ -82,7 +77,7 @@ class Swarm:
         self._rng = rng or random.Random()
         named = (PeerId(each.rpartition("/p2p/")[2]) for each in contacts)
         self.view = View(policy, {network.peer, *named}, self._rng)
-        self._view_exchange = ViewExchange(self.view, policy, now_ms)
+        self._view_exchange = ViewExchange(self.view, policy, now_ms, network.verify)
         self._clocks = Clocks(policy)
         self._exchanges = Exchanges(policy, self._rng)
         self._network = network
@@ -249,7 +244,7 @@ class Swarm:
         """Send a peer the announcements of `peers` that we have. Raises PeerUnreachable."""
         wanted = set(peers)
         if theirs := [signed for signed in self.view.newer_than({}) if signed.announcement.peer in wanted]:
-            forms = forms_for(connection.version, theirs)
+            forms = await self._view_exchange.forms_for(connection.version, theirs)
             meta, payload = pack(Clock(self._now_ms())), pack_news(forms, [], self._policy)
             await connection.tell(Frame(FrameType.NEWS, meta=meta, payload=payload))
 
@@ -305,12 +300,12 @@ class Swarm:
         is_ours = announcement.peer == self._network.peer
         if not (self._is_foreign if is_ours else self.view.is_newer)(announcement, self._now_ms()):
             return
-        if (believed := checked(signed, self._network.verify)) is None:
+        if not is_signed_by_peer(signed, self._network.verify):
             raise RemoteProtocolError(f"passes on an announcement that {announcement.peer} did not sign")
         if is_ours:
             self._take_foreign(announcement)
         else:
-            self._take(believed, source)
+            self._take(signed, source)
 
     def _note_unread(self, peer: PeerId, error: RemoteProtocolError) -> None:
         if not self.unread:

@@ -8,19 +8,20 @@ node asks for what it misses (MISSING). Peers that do not know digests are sent 
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
 
 import trio
 
 from llmnode.core.view_digests import SALT_BYTES, compare, differing, digests_of, in_buckets
 from llmnode.errors import PeerRefused, RemoteProtocolError
+from llmnode.wire import version_1
 from llmnode.wire.announcement import (
     News,
-    forms_for,
+    form_in_version_1,
     pack_news,
     pack_sequences,
-    sequences_for,
     unpack_news,
     unpack_sequences,
 )
@@ -37,17 +38,25 @@ from llmnode.wire.view_digests import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Generator, Sequence
+    from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
 
+    from llmnode.core.announcement import SignedAnnouncement, SignedBody
     from llmnode.core.ids import PeerId
     from llmnode.core.policy import SwarmPolicy
     from llmnode.core.view import View
     from llmnode.swarm.peer_connection import PeerConnection
     from llmnode.wire.frame import Buffer
+    from llmnode.wire.receipt import Verify
 
     Believe = Callable[[News], Awaitable[None]]
 
 T = TypeVar("T")
+
+READ_AT_ONCE = 16
+"""After this number of announcements other tasks get their turn: each takes up to a quarter of a millisecond to read
+and to verify."""
+NOTHING: Mapping[PeerId, int] = MappingProxyType({})
+"""The sequence numbers of a peer that has no announcements."""
 
 QUESTIONS = frozenset({FrameType.VIEW, FrameType.DIGESTS, FrameType.MISSING})
 """Every node answers these."""
@@ -70,6 +79,9 @@ class ViewExchange:
     view: View
     policy: SwarmPolicy
     now_ms: Callable[[], int]
+    verify: Verify
+    _in_version_1: dict[PeerId, tuple[SignedBody, SignedBody | None]] = field(default_factory=dict)
+    """Signed bodies, and their forms for peers of protocol 1: to make and to verify one takes a quarter of a ms."""
 
     async def ask(self, connection: PeerConnection, believe: Believe) -> Told:
         """`believe` gets the announcements, some at a time. It may raise RemoteProtocolError.
@@ -89,7 +101,8 @@ class ViewExchange:
             raise error.blame(connection.peer) from None
 
     async def _ask_by_sequences(self, connection: PeerConnection, believe: Believe) -> Told:
-        sequences = pack_sequences(sequences_for(connection.version, self.view.newer_than({})))
+        ours = await self._readable(connection.version, self.view.newer_than({}))
+        sequences = pack_sequences({peer: sequence for peer, sequence, _ in ours})
         answer, ahead_ms = await self._ask(connection, FrameType.VIEW, sequences, FrameType.NEWS, self._until_s())
         news = await with_pauses(unpack_news(answer.payload, self.policy))
         await believe(news)
@@ -138,7 +151,7 @@ class ViewExchange:
             differences = self._differing(question.payload)
             return Frame(FrameType.DIFFERING, step=question.step, meta=meta, payload=differences)
         if question.type is FrameType.MISSING:
-            news = self._missing(question.payload, version)
+            news = await self._missing(question.payload, version)
         else:
             news = await self._newer(question.payload, version)
         return Frame(FrameType.NEWS, step=question.step, meta=meta, payload=news)
@@ -149,7 +162,7 @@ class ViewExchange:
         lacked, is_large = self.view.lacks(theirs), len(self.view) >= self.policy.digest_peers
         if is_large:
             await trio.lowlevel.checkpoint()
-        forms = forms_for(version, self.view.newer_than(theirs), theirs)
+        forms = await self.forms_for(version, self.view.newer_than(theirs), theirs)
         if is_large:
             await trio.lowlevel.checkpoint()
         return pack_news(forms, lacked, self.policy)
@@ -159,9 +172,41 @@ class ViewExchange:
         ours = in_buckets(self.view.entries())
         return pack_differing(differing(digests_of(ours, salt), theirs), ours)
 
-    def _missing(self, payload: Buffer, version: int | None) -> bytes:
+    async def _missing(self, payload: Buffer, version: int | None) -> bytes:
         peers = unpack_missing(payload)
-        return pack_news(forms_for(version, self.view.of_hashes(peers)), [], self.policy)
+        return pack_news(await self.forms_for(version, self.view.of_hashes(peers)), [], self.policy)
+
+    async def forms_for(
+        self, version: int | None, announcements: Iterable[SignedAnnouncement], theirs: Mapping[PeerId, int] = NOTHING
+    ) -> list[SignedBody]:
+        """Those of `announcements` that a peer of this version can read, without the older forms that it has."""
+        readable = await self._readable(version, announcements)
+        return [form for peer, sequence, form in readable if sequence > theirs.get(peer, -1)]
+
+    async def _readable(
+        self, version: int | None, announcements: Iterable[SignedAnnouncement]
+    ) -> list[tuple[PeerId, int, SignedBody]]:
+        """The forms that a peer of this version reads, with their peers and sequence numbers.
+
+        If the version is not known yet, they are the newest.
+        """
+        if version != version_1.VERSION:
+            return [(each.announcement.peer, each.announcement.sequence, each.signed) for each in announcements]
+        readable = []
+        for number, each in enumerate(announcements, 1):
+            if (form := self._form_in_version_1(each)) is not None:
+                readable.append((each.announcement.peer, version_1.sequence_of(each, form), form))
+            if number % READ_AT_ONCE == 0:
+                await trio.lowlevel.checkpoint()
+        return readable
+
+    def _form_in_version_1(self, announcement: SignedAnnouncement) -> SignedBody | None:
+        peer, signed = announcement.announcement.peer, announcement.signed
+        if (made := self._in_version_1.get(peer)) is None or made[0] != signed:
+            if len(self._in_version_1) > self.policy.view_peers:
+                self._in_version_1.clear()
+            made = self._in_version_1[peer] = (signed, form_in_version_1(announcement, self.verify))
+        return made[1]
 
 
 async def with_pauses(parts: Generator[None, None, T]) -> T:

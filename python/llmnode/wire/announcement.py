@@ -10,7 +10,6 @@ from __future__ import annotations
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import msgpack
@@ -46,8 +45,6 @@ _PACKED_BYTES = 16
 KEPT = 64
 """The number of announcements that are kept as they were read: several neighbours pass the same one on within seconds.
 None is larger than `SwarmPolicy.announcement_bytes`."""
-NOTHING: Mapping[PeerId, int] = MappingProxyType({})
-"""The sequence numbers of a peer that has no announcements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +77,22 @@ def sign_announcement(announcement: Announcement, sign: Sign) -> SignedAnnouncem
     return unpack_announcement(body, sign(SIGNING_CONTEXT + body))
 
 
-def checked(signed: SignedAnnouncement, verify: Verify) -> SignedAnnouncement | None:
-    """The announcement as far as its peer has signed it: without a form for protocol 1 that it did not sign."""
-    form, old, peer = signed.signed, signed.in_version_1, signed.announcement.peer
-    if not verify(peer, SIGNING_CONTEXT + form.body, form.signature):
-        return None
-    if old is None or old == form or verify(peer, SIGNING_CONTEXT + old.body, old.signature):
-        return signed
-    return replace(signed, in_version_1=None)
+def is_signed_by_peer(announcement: SignedAnnouncement, verify: Verify) -> bool:
+    """Whether its peer signed it."""
+    return _is_signed(announcement.announcement.peer, announcement.signed, verify)
+
+
+def form_in_version_1(announcement: SignedAnnouncement, verify: Verify) -> SignedBody | None:
+    """The form for peers of protocol 1; `signed` itself if they can read that, and None if its peer signed none."""
+    signed = announcement.signed
+    form = version_1.form_of(*unpack_signed(AnnouncementBody, signed.body), signed)
+    if form is None or form is signed or _is_signed(announcement.announcement.peer, form, verify):
+        return form
+    return None
+
+
+def _is_signed(peer: PeerId, form: SignedBody, verify: Verify) -> bool:
+    return verify(peer, SIGNING_CONTEXT + form.body, form.signature)
 
 
 def _fields_of(announcement: Announcement) -> AnnouncementBody:
@@ -122,11 +127,11 @@ def _fields_of(announcement: Announcement) -> AnnouncementBody:
 
 
 def unpack_announcement(body: Buffer, signature: Buffer) -> SignedAnnouncement:
-    """Read an announcement that a peer passes on. Raises RemoteProtocolError. `checked` checks the signatures.
+    """Read an announcement that a peer passes on. Raises RemoteProtocolError. `is_signed_by_peer` checks the signature.
 
     Fields that this version does not know are ignored, and stay in the body: the bytes that were signed are passed on.
     """
-    fields, ignored = unpack_signed(AnnouncementBody, body)
+    fields, _ = unpack_signed(AnnouncementBody, body)
     if fields.blocks > MOST_BLOCKS:
         raise RemoteProtocolError(f"AnnouncementBody: {fields.blocks} blocks, and no model has more than {MOST_BLOCKS}")
     if not fields.span_start < fields.span_end <= fields.blocks:
@@ -162,29 +167,12 @@ def unpack_announcement(body: Buffer, signature: Buffer) -> SignedAnnouncement:
     announcement = Announcement(
         PeerId(fields.peer), tuple(fields.addresses), fields.sequence, fields.expires_ms, fields.software, offer
     )
-    signed = SignedBody(bytes(body), bytes(signature))
-    return SignedAnnouncement(announcement, signed, version_1.form_of(fields, ignored, signed))
+    return SignedAnnouncement(announcement, SignedBody(bytes(body), bytes(signature)))
 
 
 @lru_cache(maxsize=KEPT)
 def _read_lately(body: bytes, signature: bytes) -> SignedAnnouncement:
     return unpack_announcement(body, signature)
-
-
-def sequences_for(version: int | None, announcements: Iterable[SignedAnnouncement]) -> dict[PeerId, int]:
-    """The sequence numbers of the forms that a peer of this version reads. If it is not known yet, of the newest."""
-    if version == version_1.VERSION:
-        return version_1.sequences(announcements)
-    return {each.announcement.peer: each.announcement.sequence for each in announcements}
-
-
-def forms_for(
-    version: int | None, announcements: Iterable[SignedAnnouncement], theirs: Mapping[PeerId, int] = NOTHING
-) -> list[SignedBody]:
-    """Those of `announcements` that a peer of this version can read, without the older forms that it has."""
-    if version == version_1.VERSION:
-        return version_1.newer_than(announcements, theirs)
-    return [each.signed for each in announcements]
 
 
 def pack_sequences(sequences: Mapping[PeerId, int]) -> bytes:

@@ -20,10 +20,9 @@ from llmnode.wire.frame import LINK_VERSIONS, FrameType
 from llmnode.wire.messages import RefusalCode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Set
+    from collections.abc import Set
 
     from llmnode.core.announcement import SignedAnnouncement
-    from llmnode.core.ids import PeerId
     from llmnode.wire.frame import Frame
     from llmnode.wire.messages import AnnouncementBody
 
@@ -70,7 +69,10 @@ def announces_more(body: AnnouncementBody, ignored: Set[str] = frozenset()) -> b
 
 
 def form_of(body: AnnouncementBody, ignored: Set[str], signed: SignedBody) -> SignedBody | None:
-    """The form of an announcement that was signed, for `SignedAnnouncement`. Its signature is not checked here."""
+    """The form of an announcement that was `signed`; `signed` itself if that has no field more, None if it has none.
+
+    Its signature is not checked here.
+    """
     if not announces_more(body, ignored):
         return signed if body.state in STATES else None
     packed = announcement_body(body)
@@ -79,22 +81,9 @@ def form_of(body: AnnouncementBody, ignored: Set[str], signed: SignedBody) -> Si
     return SignedBody(packed, body.signature_1)
 
 
-def newer_than(announcements: Iterable[SignedAnnouncement], sequences: Mapping[PeerId, int]) -> list[SignedBody]:
-    """The forms that a peer with `sequences` lacks."""
-    return [
-        each.in_version_1
-        for each in announcements
-        if each.in_version_1 is not None and _sequence(each) > sequences.get(each.announcement.peer, -1)
-    ]
-
-
-def sequences(announcements: Iterable[SignedAnnouncement]) -> dict[PeerId, int]:
-    """The sequence numbers of the forms that there are."""
-    return {each.announcement.peer: _sequence(each) for each in announcements if each.in_version_1 is not None}
-
-
-def _sequence(announcement: SignedAnnouncement) -> int:
-    return announcement.announcement.sequence - (announcement.in_version_1 != announcement.signed)
+def sequence_of(announcement: SignedAnnouncement, form: SignedBody) -> int:
+    """The sequence number of its form for such a peer."""
+    return announcement.announcement.sequence - (form != announcement.signed)
 
 
 def has_more(frame: Frame) -> bool:

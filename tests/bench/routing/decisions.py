@@ -63,7 +63,7 @@ def _finder(announcements: list[Announcement], rng: random.Random) -> PeerFinder
     policy = SwarmPolicy(view_peers=len(announcements))
     view, source = View(policy), Source(PeerId("neighbour"), "its group")
     for each in announcements:
-        view.accept(SignedAnnouncement(each, SignedBody(b"", b""), None), 0, source)
+        view.accept(SignedAnnouncement(each, SignedBody(b"", b"")), 0, source)
     pool = SimpleNamespace(living=lambda: ())
     swarm = SimpleNamespace(view=view, age_s=lambda _: 0.0, met_in=lambda: view.met_in)
     finder = PeerFinder(MODEL, cast("ConnectionPool", pool), cast("Swarm", swarm), ClientPolicy(), rng)

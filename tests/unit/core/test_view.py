@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmnode.core.announcement import Announcement, Offer, PeerState, SignedAnnouncement
+from llmnode.core.announcement import Announcement, Offer, PeerState, SignedAnnouncement, SignedBody
 from llmnode.core.ids import PeerId
 from llmnode.core.model import Precision, Profile
 from llmnode.core.policy import SwarmPolicy
@@ -28,7 +28,7 @@ OFFER = Offer(
 def announced(peer: str = "peer", sequence: int = NOW_MS, offer: Offer = OFFER) -> SignedAnnouncement:
     """A view looks into no body, and verifies nothing."""
     announcement = Announcement(PeerId(peer), (), sequence, sequence + 45_000, "llmnode/1", offer)
-    return SignedAnnouncement(announcement, b"", b"")
+    return SignedAnnouncement(announcement, SignedBody(b"", b""))
 
 
 @given(

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmnode.core.adapters import MOST_ADAPTERS, MOST_RANK, AnnouncedAdapter
-from llmnode.core.announcement import Announcement, Offer, PeerState, SignedAnnouncement
+from llmnode.core.announcement import Announcement, Offer, PeerState, SignedAnnouncement, SignedBody
 from llmnode.core.ids import AdapterId, PeerId
 from llmnode.core.model import Precision, Profile
 from llmnode.core.policy import SwarmPolicy
@@ -21,7 +21,8 @@ from llmnode.core.view import online, online_or_draining
 from llmnode.errors import RemoteProtocolError
 from llmnode.wire import version_1
 from llmnode.wire.announcement import (
-    checked,
+    form_in_version_1,
+    is_signed_by_peer,
     pack_news,
     pack_sequences,
     sign_announcement,
@@ -53,12 +54,18 @@ def signed(peer: str = "peer", sequence: int = NOW_MS, offer: Offer = OFFER) -> 
     return sign_announcement(announcement, lambda _body: b"s" * 64)
 
 
+def old_form(announcement: SignedAnnouncement) -> SignedBody | None:
+    """The form for peers of protocol 1. Any signature counts."""
+    return form_in_version_1(announcement, lambda *_: True)
+
+
 def test_measured_speeds_are_read_by_those_who_know_them_and_cost_older_peers_nothing() -> None:
     speed = AnnouncedSpeed(1500, 20, 30_000, ((PeerId("near"), 900), (PeerId("far"), 90_000)))
     measured = signed(offer=replace(OFFER, speed=speed))
     assert measured.announcement.offer.speed == speed
-    assert measured.in_version_1 is not None
-    old = msgpack.unpackb(measured.in_version_1.body)
+    form = old_form(measured)
+    assert form is not None
+    old = msgpack.unpackb(form.body)
     assert set(old) == set(version_1.ANNOUNCED)
     assert not {"tokens_per_1000_s", "round_trips_us"} & set(msgpack.unpackb(signed().signed.body)), "not measured"
 
@@ -156,8 +163,8 @@ def test_adapters_are_announced_within_the_limit_of_an_announcement_and_left_out
     assert one.announcement == announcement
     assert len(one.signed.body) < POLICY.announcement_bytes
     assert unpack_announcement(one.signed.body, one.signed.signature) == one
-    assert one.in_version_1 is not None
-    assert "adapters" not in msgpack.unpackb(one.in_version_1.body)
+    form = old_form(one)
+    assert form is not None and "adapters" not in msgpack.unpackb(form.body)
     assert "adapters" not in msgpack.unpackb(signed().signed.body)
 
 
@@ -166,7 +173,8 @@ def test_a_unit_of_kv_is_announced_and_is_one_position_where_nothing_is_said() -
     assert unpack_announcement(one.signed.body, one.signed.signature).announcement.offer.in_pages(257) == 512
     assert signed().announcement.offer.in_pages(257) == 257
     assert "kv_page" not in msgpack.unpackb(signed().signed.body)
-    assert one.in_version_1 is not None and "kv_page" not in msgpack.unpackb(one.in_version_1.body)
+    form = old_form(one)
+    assert form is not None and "kv_page" not in msgpack.unpackb(form.body)
     body = msgpack.packb({**msgpack.unpackb(one.signed.body), "kv_page": 0})
     with pytest.raises(RemoteProtocolError, match="kv_page"):
         unpack_announcement(body, b"s" * 64)
@@ -225,7 +233,7 @@ def test_a_state_of_a_newer_node_is_unknown_and_neither_online_nor_serving() -> 
     body = msgpack.packb(msgpack.unpackb(signed().signed.body) | {"state": "asleep"})
     read = unpack_announcement(body, b"s" * 64)
     assert (read.announcement.offer.state, read.signed.body) == (PeerState.UNKNOWN, body)
-    assert read.in_version_1 is None, "peers of protocol 1 cannot read it"
+    assert old_form(read) is None, "peers of protocol 1 cannot read it"
     assert [*online([read.announcement]), *online_or_draining([read.announcement])] == []
 
 
@@ -319,7 +327,7 @@ ANNOUNCED_1 = set(msgpack.unpackb(signed().signed.body))
 
 
 def test_an_announcement_without_new_fields_is_one_body_for_all_peers() -> None:
-    assert signed().in_version_1 == signed().signed
+    assert old_form(signed()) == signed().signed
     assert set(version_1.ANNOUNCED) == ANNOUNCED_1
 
 
@@ -331,37 +339,30 @@ def test_an_announcement_with_a_new_field_has_a_second_body_that_is_one_older_an
         return bytes([len(messages)]) * 64
 
     grown = sign_grown(signed().announcement, sign)
-    assert grown.in_version_1 is not None
-    old = unpack_announcement(grown.in_version_1.body, grown.in_version_1.signature)
+    form = old_form(grown)
+    assert form is not None
+    old = unpack_announcement(form.body, form.signature)
     made = grown.announcement
     assert old.announcement == replace(made, sequence=made.sequence - 1, expires_ms=made.expires_ms - 1)
-    assert set(msgpack.unpackb(grown.in_version_1.body)) == ANNOUNCED_1
+    assert set(msgpack.unpackb(form.body)) == ANNOUNCED_1
     read = unpack_announcement(grown.signed.body, grown.signed.signature)
     assert read == grown
 
     signatures = {bytes([number]) * 64: message for number, message in enumerate(messages, 1)}
-    assert checked(read, lambda _peer, message, signature: signatures.get(signature) == message) == read
-    forged = replace(grown.in_version_1, signature=b"x" * 64)
-    without = replace(read, in_version_1=None)
-    assert checked(replace(read, in_version_1=forged), lambda *_: signatures.get(_[2]) == _[1]) == without
-    assert checked(read, lambda *_: False) is None
 
+    def verify(_peer: PeerId, message: bytes, signature: bytes) -> bool:
+        return signatures.get(signature) == message
 
-def test_a_peer_of_protocol_1_is_given_what_it_lacks_and_can_read() -> None:
-    plain = signed("plain")
-    grown = sign_grown(signed("grown").announcement, lambda _body: b"s" * 64)
-    adapted = signed("adapted", offer=replace(OFFER, profile=replace(OFFER.profile, adapter=b"a" * 32)))
-    assert adapted.in_version_1 is None, "it would be taken for the model without an adapter"
-    held = [plain, grown, adapted]
-    assert version_1.newer_than(held, {}) == [plain.signed, grown.in_version_1]
-    known = version_1.sequences(held)
-    assert known == {"plain": NOW_MS, "grown": NOW_MS - 1}
-    assert version_1.newer_than(held, known) == []
+    assert is_signed_by_peer(read, verify) and form_in_version_1(read, verify) == form
+    assert not is_signed_by_peer(read, lambda *_: False)
+    del signatures[form.signature]
+    assert is_signed_by_peer(read, verify) and form_in_version_1(read, verify) is None, "of another"
 
 
 def test_a_field_that_is_added_to_announcements_gives_them_a_second_body(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(version_1, "ANNOUNCED", tuple(name for name in version_1.ANNOUNCED if name != "kv_tokens_free"))
     one = signed()
-    assert one.in_version_1 is not None
+    form = old_form(one)
+    assert form is not None
     assert "signature_1" in msgpack.unpackb(one.signed.body)
-    assert set(msgpack.unpackb(one.in_version_1.body)) == ANNOUNCED_1 - {"kv_tokens_free"}
+    assert set(msgpack.unpackb(form.body)) == ANNOUNCED_1 - {"kv_tokens_free"}
