@@ -30,9 +30,10 @@ def add(commands: Commands) -> None:
         run,
         "introduce the nodes of a swarm to each other, and connect them with those that nobody can dial",
         "  llmnode relay --listen /ip4/0.0.0.0/tcp/4001 --identity relay.key\n"
-        "  llmnode serve --blocks auto --peers ADDRESS     (as the relay printed it; on other machines)\n"
-        "  llmnode serve --blocks auto --peers ADDRESS --relay ADDRESS     (on one behind a NAT)\n"
-        "  llmnode chat --peers ADDRESS",
+        "  llmnode serve INVITE                            (as the relay printed it; on other machines)\n"
+        "  llmnode serve INVITE --relay ADDRESS            (on one behind a NAT: the relay's address)\n"
+        "  llmnode invite                                  (on the same machine: names servers and their model, too)\n"
+        "  llmnode chat INVITE",
     )
     add_listen(
         parser,

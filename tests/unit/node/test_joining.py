@@ -101,8 +101,10 @@ async def test_a_private_node_goes_on_when_its_key_file_has_moved(
         path.unlink()
         serve._ready_json(node)
         assert json.loads(capsys.readouterr().out)["invite"] is None, "it would have the key in it"
-        serve._ready(node)
-        assert "llmnode-invite-" not in capsys.readouterr().out
+        serve._ready(node, path)
+        out = capsys.readouterr().out
+        assert f"llmnode invite --swarm-key {path} --peers {' '.join(node.addresses)}\n" in out
+        assert "llmnode-invite-" not in out
 
 
 @in_trio
