@@ -190,6 +190,8 @@ async def open_node(
                 serves.set()
                 nursery.start_soon(node.follow_addresses, report_addresses)
                 nursery.start_soon(keep_measuring, role, swarm, network)
+                if config.make_loader is SpanLoader:
+                    nursery.start_soon(SpeedCache(config.speed_settings).note_observed, lambda: role.speed, model)
                 if not role.stays:
                     gain = None if config.paper_rule is None else config.paper_rule / 100
                     move = partial(rebalance, network.peer, role, swarm, report, paper_gain=gain, try_pace=try_pace)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
     from llmnode.core.model import ModelInfo
+    from llmnode.core.span import Span
     from llmnode.core.speed import ForwardsSeen
     from llmnode.ports import Worker
 
@@ -61,13 +62,23 @@ class WorkerSpeed:
         return replace(forwards, decodes=forwards.decodes - self._decodes_before)
 
     @property
+    def span(self) -> Span:
+        return self._worker.span
+
+    @property
     def blocks(self) -> int:
-        return len(self._worker.span)
+        return len(self.span)
 
     @property
     def now(self) -> ComputeSpeed:
         """It is what sessions have seen lately, and what was measured while they were few."""
         return seen(self.measured, self.since, self.blocks)
+
+    @property
+    def observed(self) -> ComputeSpeed | None:
+        """The same, once sessions have had enough forwards; None before."""
+        now = self.now
+        return None if now is self.measured else now
 
 
 async def first_step(worker: Worker, model: ModelInfo) -> None:

@@ -1,22 +1,24 @@
 """The measured speeds of this machine, on disk: a server that starts again need not measure itself anew.
 
 A speed is kept for one hardware, one version of llmnode, and one span of a model as it is computed. While
-the server runs, the times of sessions replace it (`core/speed.py`). A machine may be busy while it is measured. So it
-is measured again after a day, and the faster result is kept. A result that other sessions have slowed is not kept.
+the server runs, the times of sessions replace it (`core/speed.py: seen`), and the file takes them, too. It has the
+latest three figures of a speed, and `core/speed.py: believed` says which of them counts. The machine is measured again
+if nothing was measured or observed for a day, or if the newest figure is much slower than the one that counts. A
+measurement that other sessions have slowed is not kept; the times of those sessions are.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import trio
 
 from llmnode.core.model import ModelInfo
-from llmnode.core.speed import SHARED_SESSIONS, ComputeSpeed
+from llmnode.core.speed import LATEST, SHARED_SESSIONS, ComputeSpeed, believed, is_doubtful
 from llmnode.core.user_input import read_file
 from llmnode.errors import ConfigError
 from llmnode.machine.cache_folder import cache_folder, write_in_cache
@@ -27,17 +29,22 @@ from llmnode.swarm.membership import software, wall_clock_ms
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from llmnode.core.span import Span
+    from llmnode.node.serve.speed import WorkerSpeed
+
 log = logging.getLogger(__name__)
 
 Measure: TypeAlias = Callable[[Worker, ModelInfo], Awaitable[ComputeSpeed]]
 
 FILE = "speeds.json"
-VERSION = 2
+VERSION = 3
 MOST = 256
-"""Speeds that are kept; those that were measured longest ago go first."""
+"""Speeds that are kept; those that were measured or observed longest ago go first."""
 MOST_BYTES = 1 << 20
 AGAIN_MS = 86_400_000
 KEEPS_MS = 30 * AGAIN_MS
+NOTE_S = 3600.0
+"""A server that is killed loses what it has observed in this time."""
 FASTEST = 1e12
 """No rate in the file is higher."""
 
@@ -53,7 +60,7 @@ class SpeedCache:
         """`measure`, unless the speed is known: then the worker does one step. If it `keeps`, a result is kept."""
 
         async def measure_or_read(worker: Worker, model: ModelInfo) -> ComputeSpeed:
-            key = self._key(model, worker)
+            key = self._key(model, worker.span)
             if (known := await trio.to_thread.run_sync(self.read, key)) is not None:
                 await first_step(worker, model)
                 return known
@@ -64,8 +71,29 @@ class SpeedCache:
 
         return measure_or_read
 
-    def _key(self, model: ModelInfo, worker: Worker) -> str:
-        return self.key(model, f"{worker.span.start}:{worker.span.end}")
+    async def note_observed(self, now: Callable[[], WorkerSpeed | None], model: ModelInfo) -> NoReturn:
+        """Keep what sessions have seen of the worker that there is `now`, once an hour and when this is cancelled."""
+        noted: tuple[WorkerSpeed | None, int] = None, 0  # the worker and its forwards, when it was kept last
+
+        async def note() -> None:
+            nonlocal noted
+            speed = now()
+            if speed is None or (observed := speed.observed) is None or (speed, speed.since.decodes) == noted:
+                return
+            noted = speed, speed.since.decodes
+            key = self._key(model, speed.span)
+            await trio.to_thread.run_sync(lambda: self.keep(key, observed, is_observed=True))
+
+        try:
+            while True:
+                await trio.sleep(NOTE_S)
+                await note()
+        finally:
+            with trio.CancelScope(shield=True):
+                await note()
+
+    def _key(self, model: ModelInfo, span: Span) -> str:
+        return self.key(model, f"{span.start}:{span.end}")
 
     def key(self, model: ModelInfo, span: str) -> str:
         """The name of a speed in the file, with the digest of `model` and the `span` as START:END."""
@@ -73,10 +101,10 @@ class SpeedCache:
 
     def read(self, key: str) -> ComputeSpeed | None:
         """None if it is not known, or has to be measured again. A file that is damaged or not ours counts as none."""
-        entry = self._entries().get(key)
-        if entry is None or _age_ms(entry["tried_ms"]) >= AGAIN_MS or _age_ms(entry["measured_ms"]) >= KEEPS_MS:
+        latest = self._entries().get(key, ())
+        if not latest or _age_ms(latest[0]["at_ms"]) >= AGAIN_MS or is_doubtful(speeds := _speeds(latest)):
             return None
-        return ComputeSpeed(**entry["speed"])
+        return believed(speeds)
 
     async def block_rate(self, model: ModelInfo) -> float:
         """The tokens a second of one block with several sessions, by the span that was measured last; 0 without any."""
@@ -85,40 +113,51 @@ class SpeedCache:
     def _block_rate(self, model: ModelInfo) -> float:
         before, _, after = self.key(model, "\0").partition("\0")
         found: list[tuple[int, float]] = []
-        for key, entry in self._entries().items():
-            if key.startswith(before) and key.endswith(after) and _age_ms(entry["measured_ms"]) < KEEPS_MS:
+        for key, latest in self._entries().items():
+            if key.startswith(before) and key.endswith(after):
                 start, end = map(int, key[len(before) : -len(after)].split(":"))
-                found.append((entry["measured_ms"], entry["speed"]["shared_tokens_per_s"] * (end - start)))
+                rate = believed(_speeds(latest)).shared_tokens_per_s
+                found.append((latest[0]["at_ms"], rate * (end - start)))
         return max(found, default=(0, 0.0))[1]
 
-    def keep(self, key: str, speed: ComputeSpeed) -> ComputeSpeed:
-        """Keep it for the next run, unless a faster one is kept already: the faster one is returned.
+    def keep(self, key: str, speed: ComputeSpeed, *, is_observed: bool = False) -> ComputeSpeed:
+        """Keep for the next run what was measured or observed now. Returns the speed that counts.
 
-        A file that cannot be written is logged.
+        An observation takes the place of one before it, if nothing was measured since: a long run counts once. A file
+        that cannot be written is logged.
         """
-        entries, now_ms = self._entries(), wall_clock_ms()
-        entry: dict[str, Any] = {"measured_ms": now_ms, "speed": asdict(speed)}  # Any: JSON
-        if (former := entries.get(key)) is not None and _age_ms(former["measured_ms"]) < KEEPS_MS:
-            entry = max(former, entry, key=lambda each: each["speed"]["decode_tokens_per_s"])
-        self._write(entries | {key: {**entry, "tried_ms": now_ms}})
-        return ComputeSpeed(**entry["speed"])
+        entries = self._entries()
+        former = entries.get(key, [])
+        if is_observed and former and former[0]["observed"]:
+            former = former[1:]
+        entry: dict[str, Any] = {"at_ms": wall_clock_ms(), "observed": is_observed, "speed": asdict(speed)}  # Any: JSON
+        latest = [entry, *former][:LATEST]
+        self._write(entries | {key: latest})
+        return believed(_speeds(latest))
 
-    def _write(self, entries: dict[str, dict[str, Any]]) -> None:  # Any: JSON
+    def _write(self, entries: dict[str, list[dict[str, Any]]]) -> None:  # Any: JSON
         try:
-            latest = sorted(entries, key=lambda each: -entries[each]["tried_ms"])[:MOST]
+            latest = sorted(entries, key=lambda each: -entries[each][0]["at_ms"])[:MOST]
             text = json.dumps({"version": VERSION, "speeds": {each: entries[each] for each in latest}})
             write_in_cache(self.path or cache_folder(FILE), text)
         except (OSError, ConfigError) as error:
             log.info("the speed of this machine is not remembered: %s", error)
 
-    def _entries(self) -> dict[str, dict[str, Any]]:  # Any: JSON
+    def _entries(self) -> dict[str, list[dict[str, Any]]]:  # Any: JSON
+        """The latest figures of each speed, the newest first, without those that are too old."""
         try:
             content = json.loads(read_file(self.path or cache_folder(FILE), FILE, MOST_BYTES))
             if content["version"] != VERSION:
                 return {}
-            return {key: entry for key, entry in content["speeds"].items() if _is_whole(entry)}
+            whole = {key: [each for each in latest if _is_whole(each)] for key, latest in content["speeds"].items()}
         except (ConfigError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return {}
+        young = {key: [each for each in latest if _age_ms(each["at_ms"]) < KEEPS_MS] for key, latest in whole.items()}
+        return {key: latest[:LATEST] for key, latest in young.items() if latest}
+
+
+def _speeds(latest: Sequence[dict[str, Any]]) -> list[ComputeSpeed]:  # Any: JSON
+    return [ComputeSpeed(**each["speed"]) for each in latest]
 
 
 def _age_ms(at_ms: int) -> int:
@@ -129,7 +168,7 @@ def _age_ms(at_ms: int) -> int:
 
 def _is_whole(entry: Any) -> bool:  # Any: JSON
     match entry:
-        case {"measured_ms": int(), "tried_ms": int(), "speed": {"shared_sessions": int(sessions), **rates}}:
+        case {"at_ms": int(), "observed": bool(), "speed": {"shared_sessions": int(sessions), **rates}}:
             names = asdict(ComputeSpeed()).keys() - {"shared_sessions"}
             are_rates = all(type(rate) is float and 0 < rate < FASTEST for rate in rates.values())
             return rates.keys() == names and are_rates and 1 <= sessions <= SHARED_SESSIONS

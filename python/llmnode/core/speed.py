@@ -7,11 +7,12 @@ hidden states its network carries away. A server that did not measure one of the
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from statistics import median_low
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from llmnode.core.ids import PeerId
 
@@ -23,6 +24,10 @@ SHARED_SESSIONS = 8
 """The throughput of a server is that of this number of sessions at once, if it has KV for them."""
 LEAST_FORWARDS = 64
 """After this many forwards of decodes, what they took replaces what was measured before there were sessions."""
+LATEST = 3
+"""The latest figures by which the speed of a machine is believed."""
+DOUBTED_SHARE = 0.75
+"""A newest figure below this share of the believed one says that the machine may have become slower."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +162,22 @@ def seen(measured: ComputeSpeed, forwards: ForwardsSeen, blocks: int) -> Compute
     prefill = forwards.prefill_tokens_per_s(blocks) or measured.prefill_tokens_per_s
     shared = measured.shared_tokens_per_s * decode / measured.decode_tokens_per_s
     return replace(measured, decode_tokens_per_s=decode, shared_tokens_per_s=shared, prefill_tokens_per_s=prefill)
+
+
+def believed(latest: Sequence[ComputeSpeed]) -> ComputeSpeed:
+    """The speed of a machine, by what was measured or observed of it lately. The newest comes first.
+
+    Other work on the machine only ever makes it seem slower. So the newest counts if it is the fastest, else the
+    median of three, and the faster one of two. One slow figure changes nothing, and a slowness that lasts is believed
+    with the second one.
+    """
+    by_rate = sorted(latest[:LATEST], key=attrgetter("decode_tokens_per_s"))
+    return max(latest[0], by_rate[len(by_rate) // 2], key=attrgetter("decode_tokens_per_s"))
+
+
+def is_doubtful(latest: Sequence[ComputeSpeed]) -> bool:
+    """Whether the newest is so slow beside the believed one that the machine should be measured again."""
+    return latest[0].decode_tokens_per_s < DOUBTED_SHARE * believed(latest).decode_tokens_per_s
 
 
 def usual_rate(by_group: Mapping[str, Iterable[float]]) -> float:

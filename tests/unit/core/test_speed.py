@@ -14,6 +14,8 @@ from llmnode.core.speed import (
     ForwardsSeen,
     NetworkSpeed,
     announced_speed,
+    believed,
+    is_doubtful,
     seen,
     throughput,
     usual_rate,
@@ -70,3 +72,26 @@ def test_what_sessions_take_replaces_the_first_guess_once_there_were_enough() ->
 def test_peers_of_one_address_group_cannot_make_a_network_seem_slow() -> None:
     assert usual_rate({"liars": [1.0] * 100, "one": [50.0], "another": [60.0, 5.0]}) == 50.0
     assert usual_rate({"one": [], "other": []}) == usual_rate({}) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("latest", "counts", "is_doubted"),
+    [
+        ([10], 10, False),
+        ([40, 10], 40, False),
+        ([20, 40], 40, True),
+        ([35, 40], 40, False),
+        ([20, 20, 40], 20, False),
+        ([20, 40, 40], 40, True),
+        ([40, 20, 20], 40, False),
+        ([20, 30, 40], 30, True),
+        ([20, 40, 20], 20, False),
+        ([20, 20, 20, 90, 90], 20, False),
+    ],
+)
+def test_one_slow_figure_changes_nothing_and_a_lasting_slowness_is_believed(
+    latest: list[float], counts: float, is_doubted: bool
+) -> None:
+    speeds = [ComputeSpeed(rate, rate, rate) for rate in latest]
+    assert believed(speeds).decode_tokens_per_s == counts
+    assert is_doubtful(speeds) is is_doubted

@@ -8,24 +8,26 @@ from typing import TYPE_CHECKING
 
 import pytest
 import trio
+import trio.testing
 
 from llmnode.compute.thread_worker import ThreadWorker
 from llmnode.core.ids import SessionId
 from llmnode.core.model import ModelInfo, Precision
 from llmnode.core.operations import Close, Forward, Open
 from llmnode.core.span import Span
-from llmnode.core.speed import SHARED_SESSIONS, ComputeSpeed, ForwardsSeen
+from llmnode.core.speed import LEAST_FORWARDS, SHARED_SESSIONS, ComputeSpeed, ForwardsSeen
 from llmnode.errors import ConfigError, ModelError, WorkerLost
 from llmnode.node.commands.speed import progress
 from llmnode.node.serve.speed import (
     PROMPT,
     QUICK_SHARED_STEPS,
     STEPS,
+    WorkerSpeed,
     first_step,
     measure_compute,
     measure_speed,
 )
-from llmnode.node.serve.speed_cache import AGAIN_MS, KEEPS_MS, MOST, SpeedCache
+from llmnode.node.serve.speed_cache import AGAIN_MS, KEEPS_MS, MOST, NOTE_S, SpeedCache
 from llmnode.swarm.membership import wall_clock_ms
 from llmnode.testing.worker import ExactExecutor
 from unit.in_trio import in_trio
@@ -234,7 +236,7 @@ def test_old_damaged_and_false_speeds_are_measured_again(tmp_path: Path, monkeyp
     assert cache.read(f"{MOST:04}") is None
 
 
-def test_a_speed_of_a_busy_machine_is_measured_again_and_the_faster_one_is_kept_for_a_month(
+def test_a_machine_that_has_become_slower_is_believed_at_the_second_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache, now_ms = SpeedCache(path=tmp_path / "speeds.json"), wall_clock_ms()
@@ -243,15 +245,65 @@ def test_a_speed_of_a_busy_machine_is_measured_again_and_the_faster_one_is_kept_
         at_ms = now_ms + int(days * AGAIN_MS)
         monkeypatch.setattr("llmnode.node.serve.speed_cache.wall_clock_ms", lambda: at_ms)
         assert cache.read("one") is None, "it is measured again"
-        kept = cache.keep("one", ComputeSpeed(rate, rate, rate))
-        assert cache.read("one") == kept
-        return kept.decode_tokens_per_s
+        return cache.keep("one", speed_of(rate)).decode_tokens_per_s
 
     assert keep_after(0, 10.0) == 10.0
     assert keep_after(1, 40.0) == 40.0, "it was busy at first"
-    assert keep_after(2, 10.0) == 40.0
-    assert keep_after(30.5, 20.0) == 40.0
-    assert keep_after(31.5, 20.0) == 20.0, "a month ago the machine was another one"
+    assert keep_after(2, 40.0) == 40.0
+    assert keep_after(3, 20.0) == 40.0, "it may be busy"
+    assert keep_after(3.1, 20.0) == 20.0, "it was measured again before a day was over, and it is slower"
+    assert cache.read("one") == speed_of(20.0), "there is no doubt"
+    assert keep_after(4.5, 15.0) == 20.0
+    assert keep_after(30 + 4.6, 12.0) == 12.0, "more than a month ago the machine was another one"
+
+
+def test_what_sessions_see_is_known_at_the_next_start_and_a_long_run_counts_once(tmp_path: Path) -> None:
+    cache, key = SpeedCache(path=tmp_path / "speeds.json"), "one"
+    cache.keep(key, speed_of(40.0))
+    for _ in range(3):
+        assert cache.keep(key, speed_of(10.0), is_observed=True) == speed_of(40.0)
+    assert cache.read(key) is None, "the machine is measured again"
+    assert cache.keep(key, speed_of(11.0)) == speed_of(11.0), "and is slower"
+    assert cache.keep(key, speed_of(50.0), is_observed=True) == speed_of(50.0) == cache.read(key)
+
+
+def test_a_server_keeps_what_sessions_see_each_hour_and_at_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, kept = SpeedCache(path=tmp_path / "speeds.json"), list[tuple[str, ComputeSpeed, bool]]()
+
+    def note(_cache: SpeedCache, key: str, speed: ComputeSpeed, *, is_observed: bool = False) -> ComputeSpeed:
+        kept.append((key, speed, is_observed))
+        return speed
+
+    monkeypatch.setattr(SpeedCache, "keep", note)
+
+    async def decode(worker: ThreadWorker, session: SessionId, steps: range) -> None:
+        for step in steps:
+            await worker.do(Forward(session, step, 1, bytes(MODEL.row_bytes)))
+
+    async def main() -> None:
+        worker, session = worker_with(2 * LEAST_FORWARDS), SessionId(bytes(16))
+        speed = WorkerSpeed(worker, speed_of(1.0))
+        assert await worker.do(Open(session, SPAN, 2 * LEAST_FORWARDS))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(cache.note_observed, lambda: speed, MODEL)
+            await decode(worker, session, range(LEAST_FORWARDS - 1))
+            await trio.sleep(1.5 * NOTE_S)
+            assert not kept, "there were too few forwards"
+            await decode(worker, session, range(LEAST_FORWARDS - 1, LEAST_FORWARDS))
+            await trio.sleep(2 * NOTE_S)
+            assert kept == [(cache.key(MODEL, "0:4"), speed.now, True)], "once: nothing new was seen since"
+            await decode(worker, session, range(LEAST_FORWARDS, LEAST_FORWARDS + 1))
+            nursery.cancel_scope.cancel()
+        assert len(kept) == 2
+        assert kept[1] == (cache.key(MODEL, "0:4"), speed.observed, True)
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0.05))
+
+
+def speed_of(rate: float) -> ComputeSpeed:
+    return ComputeSpeed(rate, rate, rate)
 
 
 def test_a_speed_that_is_not_to_be_kept_may_be_known(tmp_path: Path) -> None:
