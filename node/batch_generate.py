@@ -64,6 +64,11 @@ class Meter:
         if not self._progress.console.is_terminal:
             self._progress.console.print(f"{name}: {counted(tokens, 'token')}; {self._done} of {self.texts} texts")
 
+    @property
+    def tokens_per_s(self) -> float:
+        """That of all texts together until now."""
+        return self.tokens / (time.perf_counter() - self._began_s)
+
     def summary(self) -> str:
         took_s = time.perf_counter() - self._began_s
         done = f"{counted(self.texts, 'text')}, {counted(self.tokens, 'token')}"

@@ -116,6 +116,7 @@ class Chat:
         Raises SessionLost, after which the next turn starts afresh, and ConfigError for a message that cannot be
         answered. After either it is as if that message had not been said.
         """
+        from llmnode.node.forecasts import note_text
         from llmnode.node.text import ScreenText
 
         client = self.opened.client
@@ -127,6 +128,7 @@ class Chat:
         screen = ScreenText(Pieces())
         try:
             session = self._session_up_to(prompt)
+            entered = len(prompt) - session.position
 
             async def run(give: Callable[[Token], None]) -> None:
                 asked = min(self.max_new_tokens, left)
@@ -145,6 +147,7 @@ class Chat:
         self.turns += [("user", message), ("assistant", screen.text)]
         show("")
         note(screen.speed_line())
+        note_text(client.model, len(screen.token_ids), screen.tokens_per_s, screen.first_s, entered)
         ends = self.sampling.of(client.generation_config).end_tokens
         if why := describe_empty(screen.token_ids, screen.text, ends):
             say(f"the answer is empty: {why}; ask otherwise, or /reset")

@@ -158,6 +158,7 @@ class _SessionUse:
 
 
 def _generate_one(opened: OpenClient, config: GenerateConfig, sampler: Sampler, encoded: Encoded) -> None:
+    from llmnode.node.forecasts import note_text
     from llmnode.node.text import ScreenText
 
     client, use = opened.client, _SessionUse(WireUse(opened.client.traffic, 0))
@@ -185,6 +186,7 @@ def _generate_one(opened: OpenClient, config: GenerateConfig, sampler: Sampler, 
     if config.receipts is not None:
         _write(config.receipts, json.dumps(use.transcript))
     note(f"{screen.speed_line()}; {use.wire.line()}; {client.model.precision.name}")
+    note_text(client.model, len(screen.token_ids), screen.tokens_per_s, screen.first_s, len(encoded.token_ids))
     answer = _Answer(screen.token_ids, screen.text, screen.finish)
     _tell_empty(config, sampler, answer, "the text")
     if config.json:
@@ -202,8 +204,10 @@ class _Answer:
 def _generate_several(opened: OpenClient, config: GenerateConfig, sampler: Sampler, encoded: Sequence[Encoded]) -> None:
     from llmnode.client.beginnings import beginnings
     from llmnode.node.batch_generate import default_at_once, in_order, metered, run_at_once
+    from llmnode.node.forecasts import note_texts
 
     client, texts = opened.client, len(encoded) * config.samples
+    at_once = config.at_once or default_at_once(len(client.route))
 
     def name(number: int) -> str:
         index, sample = divmod(number, config.samples)
@@ -228,7 +232,7 @@ def _generate_several(opened: OpenClient, config: GenerateConfig, sampler: Sampl
     async def run(give: Callable[[_Event], None]) -> None:
         async with beginnings(client, [each.token_ids for each in encoded], config.samples) as begun:
             work = [partial(run_text, number, begun, give) for number in range(texts)]
-            await run_at_once(work, config.at_once or default_at_once(len(client.route)))
+            await run_at_once(work, at_once)
 
     def answers(meter: Meter) -> Iterator[tuple[int, _Answer]]:
         for number, event in opened.portal.stream(run):
@@ -249,6 +253,7 @@ def _generate_several(opened: OpenClient, config: GenerateConfig, sampler: Sampl
             else:
                 show(f"{'' if config.chat else encoded[index].prompt.text}{answer.text}\n")
             _tell_empty(config, sampler, answer, name(number))
+    note_texts(client.model, meter.tokens, meter.tokens_per_s, min(at_once, texts))
 
 
 def _as_json(client: Client, sampler: Sampler, encoded: Encoded, answer: _Answer) -> dict[str, Any]:  # Any: JSON

@@ -29,12 +29,21 @@ class ScreenText:
         self.finish = token.finish
         self.screen.write(token.text)
 
+    @property
+    def first_s(self) -> float:
+        """When its first token came; 0 while none has."""
+        return self._times_s[0] if self._times_s else 0.0
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """The speed after the first token; None if there was no other."""
+        decoding_s = self._times_s[-1] - self.first_s if self._times_s else 0.0
+        return (len(self._times_s) - 1) / decoding_s if decoding_s else None
+
     def speed_line(self) -> str:
         if not self._times_s:
             return "no token"
-        decoding_s = self._times_s[-1] - self._times_s[0]
-        speed = (len(self._times_s) - 1) / decoding_s if decoding_s else None
-        return speed_line(len(self._times_s), self._times_s[0], speed)
+        return speed_line(len(self._times_s), self.first_s, self.tokens_per_s)
 
 
 def counted(number: int, what: str) -> str:

@@ -56,6 +56,7 @@ def add(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from llmnode.node.app import check
+    from llmnode.node.forecasts import keep_forecast
     from llmnode.node.plan import as_json, make_plan
     from llmnode.node.stopping import run_async
 
@@ -66,6 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     way_in = swarm_to_join(arguments, replace(named, peers=(*named.peers, *arguments.relay)))
     with Telling(terminal()) as telling:
         plan = run_async(make_plan, config, way_in, prompt_tokens, telling.tell)
+    keep_forecast(plan)
     if arguments.json:
         show_json(as_json(plan))
     else:

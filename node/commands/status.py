@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING
 
 from llmnode.core.texts.visible import printable
 from llmnode.errors import ConfigError
 from llmnode.node.commands.joining import FIND, add_mdns, add_peers, way_in
 from llmnode.node.commands.options import add_command
-from llmnode.node.commands.status_tables import BESIDE_BAR, LEAST_BAR, figures_table, status_table, watch_table
+from llmnode.node.commands.status_tables import (
+    BESIDE_BAR,
+    LEAST_BAR,
+    figures_table,
+    forecast_table,
+    status_table,
+    watch_table,
+)
 from llmnode.node.terminal import open_console, show_json, tell
 from llmnode.node.watching import DOUBLE_FIX, UNREAD, UPDATE
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from rich.console import Console, RenderableType
     from rich.live import Live
 
+    from llmnode.core.ids import PeerId
     from llmnode.net.invite import Invite
     from llmnode.node.asking import Look
     from llmnode.node.commands.options import Commands
@@ -61,11 +70,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.watch:
         run_async(_watch, way_in(arguments), every_s, arguments.json)
         return 0
-    look = run_async(_look_once, way_in(arguments))
+    to = way_in(arguments)
+    look = run_async(_look_once, to)
     if arguments.json:
-        _print_json(look, None)
+        _print_json(look, None, _own_servers(to))
     else:
-        _show(look.models)
+        _show(look.models, _own_servers(to))
         if look.unread:
             tell(f"{UNREAD.format(look.unread)}, so servers may be missing; {UPDATE}")
     if look.clocks.is_ours:
@@ -95,7 +105,8 @@ async def _watch(to: Invite, every_s: float, as_lines: bool) -> None:
     console = open_console(stderr=False, highlight=False)
     is_live = console.is_terminal and not as_lines
     live = Live(console=console, auto_refresh=False) if is_live else None
-    show = _print_json if as_lines else _drawn_by(console, live)
+    own = _own_servers(to)
+    show = partial(_print_json, own=own) if as_lines else _drawn_by(console, live)
     async with stopped_by_signals(), join_swarm(to.peers, LinkPolicy(), swarm_key=to.key, is_near=to.is_near) as found:
         before = None
         with live or nullcontext():
@@ -140,15 +151,25 @@ def _now(look: Look, before: Look | None, bar_columns: int) -> Iterator[Renderab
         yield Text(f"{UNREAD.format(look.unread)}, so servers may be missing; {UPDATE}", style="yellow")
 
 
-def _print_json(look: Look, before: Look | None) -> None:
+def _own_servers(to: Invite) -> set[PeerId]:
+    """The peers of this swarm that run on this machine."""
+    from llmnode.core.ids import PeerId
+    from llmnode.swarm.former_peers import peer_of
+    from llmnode.swarm.own_nodes import running_nodes
+
+    return {PeerId(peer_of(addresses[0])) for addresses in running_nodes(to.key) if addresses}
+
+
+def _print_json(look: Look, before: Look | None, own: Collection[PeerId] = ()) -> None:
     from llmnode.node.status import as_json
     from llmnode.swarm.membership import wall_clock_ms
 
-    show_json(as_json(look.models, look.unread, wall_clock_ms(), before.models if before else ()))
+    show_json(as_json(look.models, look.unread, wall_clock_ms(), before.models if before else (), own))
 
 
-def _show(models: Sequence[ModelStatus]) -> None:
+def _show(models: Sequence[ModelStatus], own: Collection[PeerId] = ()) -> None:
     from llmnode.node.commands.fitted_table import FittedTable
+    from llmnode.swarm.membership import wall_clock_ms
 
     console = open_console(stderr=False, highlight=False)
     if not models:
@@ -161,6 +182,9 @@ def _show(models: Sequence[ModelStatus]) -> None:
                 console.print(f"{told}: {DOUBLE_FIX}", style="bold red", markup=False)
         if model.figures:
             console.print(FittedTable(figures_table(model.figures)))
+        if (found := model.compared(own)) is not None:
+            at_ms, figures = found
+            console.print(FittedTable(forecast_table(figures, (wall_clock_ms() - at_ms) / 1000)))
         console.print(_coverage(model))
 
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from llmnode.core.announcement import Announcement
     from llmnode.core.ids import PeerId
     from llmnode.core.server_figures import ServerFigures
+    from llmnode.node.forecasts import Compared
     from llmnode.node.status import ModelStatus, ServerReport
 
 BESIDE_BAR = 76
@@ -89,6 +90,34 @@ def figures_table(figures: Mapping[PeerId, ServerFigures]) -> Table:
             _off(each.memory_error),
         )
     return table
+
+
+def forecast_table(figures: Sequence[Compared], age_s: float) -> Table:
+    """The figures of `llmnode plan` on this machine, made `age_s` ago, beside those that were measured since."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    title = f"forecast of `llmnode plan` here, {max(0, round(age_s / 60))} min ago"
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
+    table.add_column("", no_wrap=True)
+    for name in ("predicted", "measured", "off"):
+        table.add_column(name, no_wrap=True, justify="right")
+    for each in figures:
+        predicted = "not known" if each.predicted is None else _with_unit(each.predicted, each.unit)
+        measured = "not measured yet" if each.measured is None else _with_unit(each.measured, each.unit)
+        table.add_row(escape(each.name), predicted, f"{measured} {each.beside}".rstrip(), _off(each.error))
+    return table
+
+
+def _with_unit(value: float, unit: str) -> str:
+    match unit:
+        case "bytes":
+            return f"{value / MIB:.0f} MiB"
+        case "bytes/s":
+            return f"{value / 1e6:.2f} MB/s"
+        case "s":
+            return f"{value:.2f} s"
+    return f"{value:.1f} {unit}"
 
 
 def _off(error: float | None) -> str:

@@ -1,0 +1,221 @@
+"""The forecasts of `llmnode plan` on this machine, and the measurements since: `llmnode status` shows both.
+
+They are in a file of the cache, for one model in one precision each. A forecast is for a client on this machine. So the
+texts that are generated here measure it, and the server that runs here. The latest text counts. The file does not say
+for which swarm a forecast was.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from dataclasses import asdict, dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from llmnode.core.user_input import read_file
+from llmnode.errors import ConfigError
+from llmnode.machine.cache_folder import cache_folder, write_in_cache
+from llmnode.node.text import counted
+from llmnode.swarm.membership import wall_clock_ms
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    from llmnode.core.announcement import Announcement
+    from llmnode.core.ids import PeerId
+    from llmnode.core.model import ModelInfo
+    from llmnode.core.server_figures import ServerFigures
+    from llmnode.node.plan import Plan
+
+log = logging.getLogger(__name__)
+T = TypeVar("T", "Forecast", "Measured")
+
+FILE = "forecasts.json"
+VERSION = 1
+MOST = 32
+"""Forecasts that are kept; the oldest go first."""
+MOST_BYTES = 1 << 17
+LEAST_TOKENS = 16
+"""The speed of a text with fewer tokens is not noted."""
+ALIKE = 2.0
+"""A prompt, or a number of sessions, that differs by more than this factor from the forecast's is not compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """The figures of one `llmnode plan`. 0 stands for what it could not know."""
+
+    at_ms: int
+    session_tokens_per_s: float
+    first_token_s: float
+    prompt_tokens: int
+    swarm_tokens_per_s: float
+    sessions: int
+    """The number of sessions whose sum that is."""
+    blocks: int
+    """The number of blocks of this machine."""
+    base_bytes: int
+    """The memory of its server without any positions in the KV."""
+    kv_position_bytes: float
+    upload_bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The latest texts of this machine since the forecast. 0 stands for what was not measured yet."""
+
+    session_tokens_per_s: float = 0.0
+    first_token_s: float = 0.0
+    prompt_tokens: int = 0
+    swarm_tokens_per_s: float = 0.0
+    """The sum of `sessions` texts at once."""
+    sessions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One figure of a forecast beside its measurement. None stands for what is not known, or not measured yet."""
+
+    name: str
+    unit: str
+    predicted: float | None
+    measured: float | None
+    beside: str = ""
+    """How the measured case differs from the predicted one, if they cannot be compared."""
+
+    @property
+    def error(self) -> float | None:
+        """By which share of the measured value the predicted one is off."""
+        return self.predicted / self.measured - 1 if self.predicted and self.measured and not self.beside else None
+
+
+def keep_forecast(plan: Plan) -> None:
+    """The latest forecast takes the place of the one before, and of what was measured since that."""
+    node, with_it = plan.node, plan.with_it
+    session = with_it.session
+    forecast = Forecast(
+        at_ms=wall_clock_ms(),
+        session_tokens_per_s=session.tokens_per_s if session else 0.0,
+        first_token_s=session.first_token_s if session else 0.0,
+        prompt_tokens=plan.prompt_tokens,
+        swarm_tokens_per_s=with_it.tokens_per_s,
+        sessions=with_it.sessions,
+        blocks=len(node.span),
+        base_bytes=node.base_bytes + node.weights_bytes,
+        kv_position_bytes=node.kv_bytes / node.kv_tokens if node.kv_tokens else 0.0,
+        upload_bytes_per_s=node.network.upload_bytes_per_s,
+    )
+    _write(_read() | {_key_of(plan.model): (forecast, Measured())})
+
+
+def note_text(
+    model: ModelInfo, tokens: int, tokens_per_s: float | None, first_token_s: float, prompt_tokens: int
+) -> None:
+    """One text that was alone has ended. It counts if there is a forecast for the `model`.
+
+    It had this number of new `tokens`, and of tokens that were computed before the first one.
+    """
+    entries, key = _read(), _key_of(model)
+    if key not in entries or tokens < 1:
+        return
+    forecast, measured = entries[key]
+    measured = replace(measured, first_token_s=first_token_s, prompt_tokens=prompt_tokens)
+    if tokens >= LEAST_TOKENS and tokens_per_s:
+        measured = replace(measured, session_tokens_per_s=tokens_per_s)
+    _write(entries | {key: (forecast, measured)})
+
+
+def note_texts(model: ModelInfo, tokens: int, tokens_per_s: float, sessions: int) -> None:
+    """Several texts have ended, `sessions` of them at once. `tokens` and the rate are those of all together."""
+    entries, key = _read(), _key_of(model)
+    if key in entries and tokens >= LEAST_TOKENS * sessions:
+        forecast, measured = entries[key]
+        _write(entries | {key: (forecast, replace(measured, swarm_tokens_per_s=tokens_per_s, sessions=sessions))})
+
+
+def compared(
+    key: Sequence[str],
+    servers: Sequence[Announcement],
+    figures: Mapping[PeerId, ServerFigures],
+    own: Collection[PeerId],
+) -> tuple[int, list[Compared]] | None:
+    """When the forecast was made (in ms), and its figures beside the measured ones; None without a forecast.
+
+    `key` is the digest of a model and its precision. `own` are the peers of this machine. The first of its `servers`
+    with the forecast's number of blocks has its memory and upload compared.
+    """
+    found = _read().get("; ".join(key))
+    if found is None:
+        return None
+    forecast, measured = found
+    used_bytes = memory_bytes = upload_bytes_per_s = 0.0
+    for each in servers:
+        if each.peer in own and len(each.offer.span) == forecast.blocks:
+            used_bytes = (each.offer.kv_tokens - each.offer.kv_tokens_free) * forecast.kv_position_bytes
+            upload_bytes_per_s = each.offer.speed.upload_bytes_per_s
+            told = figures.get(each.peer)
+            memory_bytes = told.measured_bytes if told and told.predicted_bytes else 0
+            break
+    prompt = _unlike(measured.prompt_tokens, forecast.prompt_tokens, "token")
+    sessions = _unlike(measured.sessions, forecast.sessions, "session")
+    return forecast.at_ms, [
+        _compared("one session", "tokens/s", forecast.session_tokens_per_s, measured.session_tokens_per_s),
+        _compared(
+            f"first token of {forecast.prompt_tokens}", "s", forecast.first_token_s, measured.first_token_s, prompt
+        ),
+        _compared(
+            f"{forecast.sessions} sessions",
+            "tokens/s",
+            forecast.swarm_tokens_per_s,
+            measured.swarm_tokens_per_s,
+            sessions,
+        ),
+        _compared("memory", "bytes", forecast.base_bytes + used_bytes, memory_bytes),
+        _compared("upload", "bytes/s", forecast.upload_bytes_per_s, upload_bytes_per_s),
+    ]
+
+
+def _compared(name: str, unit: str, predicted: float, measured: float, beside: str = "") -> Compared:
+    return Compared(name, unit, predicted or None, measured or None, beside if measured else "")
+
+
+def _unlike(measured: int, forecast: int, what: str) -> str:
+    """In words, how many it was for; "" if that is about the same."""
+    is_alike = max(measured, forecast) <= ALIKE * min(measured, forecast)
+    return "" if is_alike else f"for {counted(measured, what)}"
+
+
+def _key_of(model: ModelInfo) -> str:
+    return f"{model.digest.hex()}; {model.precision.name}"
+
+
+def _write(entries: dict[str, tuple[Forecast, Measured]]) -> None:
+    latest = sorted(entries, key=lambda key: -entries[key][0].at_ms)[:MOST]
+    kept = {key: [asdict(each) for each in entries[key]] for key in latest}
+    try:
+        write_in_cache(cache_folder(FILE), json.dumps({"version": VERSION, "forecasts": kept}))
+    except (OSError, ConfigError) as error:
+        log.info("`llmnode status` will not show this beside a forecast: %s", error)
+
+
+def _read() -> dict[str, tuple[Forecast, Measured]]:
+    """A file that is damaged or not ours counts as none."""
+    try:
+        content = json.loads(read_file(cache_folder(FILE), FILE, MOST_BYTES))
+        if content["version"] != VERSION:
+            return {}
+        kept = content["forecasts"].items()
+        return {key: (_whole(Forecast, made), _whole(Measured, since)) for key, (made, since) in kept}
+    except (ConfigError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return {}
+
+
+def _whole(kind: type[T], values: dict[str, Any]) -> T:  # Any: JSON
+    """Raises ValueError or TypeError."""
+    for each in fields(kind):
+        value = values[each.name]
+        is_number = type(value) is int or (type(value) is float and "float" in str(each.type))
+        if not is_number or value < 0 or not math.isfinite(value):
+            raise ValueError(f"{each.name} is {value!r}")
+    return kind(**values)

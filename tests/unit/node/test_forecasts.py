@@ -1,0 +1,130 @@
+"""A forecast of `llmnode plan` is remembered, and `llmnode status` shows it beside what was measured since."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from llmnode.core.announcement import Announcement, Offer, PeerState
+from llmnode.core.forecast import ClientPlace
+from llmnode.core.ids import PeerId
+from llmnode.core.model import ModelInfo, Precision
+from llmnode.core.server_figures import ServerFigures
+from llmnode.core.span import Span
+from llmnode.core.speed import AnnouncedSpeed, ComputeSpeed, NetworkSpeed
+from llmnode.machine.cache_folder import cache_folder
+from llmnode.node.commands.status import _show
+from llmnode.node.forecasts import FILE, LEAST_TOKENS, MOST, Compared, keep_forecast, note_text, note_texts
+from llmnode.node.plan import OwnNode, Plan
+from llmnode.node.status import ModelStatus, ServerReport, as_json
+from llmnode.wire.messages import Description
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MODEL = ModelInfo("m", b"d" * 32, 4, hidden_size=64, context_tokens=4096)
+NODE = OwnNode(Span(0, 4), ComputeSpeed(100.0, 200.0, 400.0), NetworkSpeed(1e6, {}), 8 << 20, 100, 1000, 2 << 20)
+PLAN = Plan(MODEL, [], NODE, ClientPlace({}), 16)
+OWN = PeerId("own")
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLMNODE_CACHE", str(tmp_path))
+
+
+def status(model: ModelInfo = MODEL, span: Span = NODE.span, measured_bytes: int = 11 << 20) -> ModelStatus:
+    """One server on this machine that holds 40 positions of KV, and has a figure for its memory."""
+    offer = Offer(
+        model.name, model.profile, model.blocks, span, PeerState.ONLINE, 1, 100, 60, AnnouncedSpeed(upload_kb_per_s=500)
+    )
+    figures = ServerFigures(1.0, 1.0, 0.0, 1, measured_bytes)
+    report = ServerReport(Description(**dict.fromkeys(Description.__dataclass_fields__, 0)), False, 1, figures)
+    server = Announcement(OWN, (), 1, 1, "", offer)
+    return ModelStatus(model.name, model.digest.hex(), model.precision.name, model.blocks, [server], {OWN: report})
+
+
+def figures_of(model: ModelStatus, *own: PeerId) -> dict[str, Compared]:
+    found = model.compared(own)
+    assert found is not None
+    return {each.name: each for each in found[1]}
+
+
+def test_each_figure_of_a_forecast_is_shown_beside_what_was_measured_since() -> None:
+    assert status().compared([OWN]) is None
+    keep_forecast(PLAN)
+    session = PLAN.with_it.session
+    assert session is not None
+    before = figures_of(status())
+    assert list(before) == ["one session", "first token of 16", "8 sessions", "memory", "upload"]
+    assert [each.measured for each in before.values()] == [None] * 5
+    assert before["one session"].predicted == pytest.approx(session.tokens_per_s)
+    assert before["8 sessions"].predicted == pytest.approx(PLAN.with_it.tokens_per_s)
+    note_text(MODEL, LEAST_TOKENS, session.tokens_per_s / 2, 2 * session.first_token_s, 20)
+    note_texts(MODEL, 8 * LEAST_TOKENS, PLAN.with_it.tokens_per_s, 8)
+    after = figures_of(status(), OWN)
+    assert after["one session"].error == pytest.approx(1.0), "it promised twice what came"
+    assert after["first token of 16"].error == pytest.approx(-0.5)
+    assert after["8 sessions"].error == pytest.approx(0.0)
+    assert after["memory"].predicted == (10 << 20) + 40 * 10
+    assert after["memory"].measured == 11 << 20
+    assert (after["upload"].predicted, after["upload"].measured) == (1e6, 5e5)
+
+
+def test_what_cannot_be_compared_has_no_error_and_says_why() -> None:
+    keep_forecast(PLAN)
+    note_text(MODEL, LEAST_TOKENS - 1, 5.0, 1.0, 100)
+    note_texts(MODEL, 100 * LEAST_TOKENS, 50.0, 2)
+    found = figures_of(status(span=Span(0, 3)), OWN)
+    assert found["one session"].measured is None, "the text was too short"
+    for name, beside in [("first token of 16", "for 100 tokens"), ("8 sessions", "for 2 sessions")]:
+        assert (found[name].beside, found[name].error) == (beside, None)
+        assert found[name].measured
+    assert found["memory"].measured is None, "it serves other blocks"
+
+
+def test_a_new_forecast_begins_anew_and_other_models_have_none() -> None:
+    other = replace(MODEL, precision=Precision("bfloat16"))
+    keep_forecast(PLAN)
+    note_text(other, 100, 9.0, 1.0, 16)
+    note_text(MODEL, 100, 9.0, 1.0, 16)
+    assert figures_of(status())["one session"].measured == 9.0
+    assert status(other).compared([OWN]) is None
+    keep_forecast(PLAN)
+    assert figures_of(status())["one session"].measured is None
+    for number in range(MOST + 1):
+        keep_forecast(replace(PLAN, model=replace(MODEL, digest=bytes([number]) * 32)))
+    assert status().compared([OWN]) is None, "the oldest one goes"
+
+
+@pytest.mark.parametrize(
+    ("part", "other"), [("{", "["), ("1", "2"), ("tokens_per_s", "tokens"), ("1000000.0", "NaN"), ("16", "-16")]
+)
+def test_a_damaged_file_counts_as_none(part: str, other: str) -> None:
+    keep_forecast(PLAN)
+    file = cache_folder(FILE)
+    text = file.read_text()
+    assert part in text
+    file.write_text(text.replace(part, other))
+    assert status().compared([OWN]) is None
+    keep_forecast(PLAN)
+    assert status().compared([OWN]) is not None
+
+
+def test_the_table_and_the_json_say_what_is_not_measured_yet(capsys: pytest.CaptureFixture[str]) -> None:
+    assert as_json([status()], 0, 0)["models"][0]["forecast"] is None
+    keep_forecast(PLAN)
+    note_text(MODEL, 100, 9.0, 1.0, 100)
+    _show([status()], [OWN])
+    lines = capsys.readouterr().out.splitlines()
+    for name, shown in [("one session", "9.0 tokens/s"), ("8 sessions", "not measured yet"), ("memory", "11 MiB")]:
+        assert any(line.startswith(name) and shown in line for line in lines)
+    assert any(line.startswith("first token of 16") and "1.00 s for 100 tokens" in line for line in lines)
+    forecast = as_json([status()], 0, 0, own=[OWN])["models"][0]["forecast"]
+    one, first, several, *_ = forecast["figures"]
+    assert one["measured"] == 9.0
+    assert one["error"] == pytest.approx(one["predicted"] / 9.0 - 1)
+    assert (first["measured_for"], first["error"]) == ("for 100 tokens", None)
+    assert (several["measured"], several["unit"]) == (None, "tokens/s")
