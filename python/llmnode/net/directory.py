@@ -78,7 +78,7 @@ class DhtDirectory:
 
     async def publish(self, signed: SignedAnnouncement) -> None:
         announcement = signed.announcement
-        form = form_in_version_1(signed, is_signed) or signed.signed  # peers of protocol 1 keep records of the former
+        form = form_in_version_1(signed) or signed.signed  # peers of protocol 1 keep records of the former
         record = msgpack.packb((form.body, form.signature))
 
         async def publish() -> None:

@@ -20,6 +20,7 @@ from llmnode.wire import version_1
 from llmnode.wire.announcement import (
     News,
     form_in_version_1,
+    is_form_signed,
     pack_news,
     pack_sequences,
     unpack_news,
@@ -72,6 +73,20 @@ class Told:
     """The peers whose announcements it lacks."""
 
 
+@dataclass(slots=True)
+class _OldForm:
+    """The form of an announcement for peers of protocol 1. It is verified when one of them lacks it."""
+
+    form: SignedBody
+    sequence: int
+    _is_good: bool | None
+
+    def is_good(self, peer: PeerId, verify: Verify) -> bool:
+        if self._is_good is None:
+            self._is_good = is_form_signed(peer, self.form, verify)
+        return self._is_good
+
+
 @dataclass(frozen=True, slots=True)
 class ViewExchange:
     """Both sides of exchanges, for one node's view."""
@@ -80,7 +95,7 @@ class ViewExchange:
     policy: SwarmPolicy
     now_ms: Callable[[], int]
     verify: Verify
-    _in_version_1: dict[PeerId, tuple[SignedBody, SignedBody | None]] = field(default_factory=dict)
+    _in_version_1: dict[PeerId, tuple[SignedBody, _OldForm | None]] = field(default_factory=dict)
     """Signed bodies, and their forms for peers of protocol 1: to make and to verify one takes a quarter of a ms."""
 
     async def ask(self, connection: PeerConnection, believe: Believe) -> Told:
@@ -180,13 +195,12 @@ class ViewExchange:
         self, version: int | None, announcements: Iterable[SignedAnnouncement], theirs: Mapping[PeerId, int] = NOTHING
     ) -> list[SignedBody]:
         """Those of `announcements` that a peer of this version can read, without the older forms that it has."""
-        readable = await self._readable(version, announcements)
-        return [form for peer, sequence, form in readable if sequence > theirs.get(peer, -1)]
+        return [form for _, _, form in await self._readable(version, announcements, theirs)]
 
     async def _readable(
-        self, version: int | None, announcements: Iterable[SignedAnnouncement]
+        self, version: int | None, announcements: Iterable[SignedAnnouncement], theirs: Mapping[PeerId, int] = NOTHING
     ) -> list[tuple[PeerId, int, SignedBody]]:
-        """The forms that a peer of this version reads, with their peers and sequence numbers.
+        """The forms that a peer of this version reads, with their peers and sequence numbers, without those it has.
 
         If the version is not known yet, they are the newest.
         """
@@ -194,18 +208,23 @@ class ViewExchange:
             return [(each.announcement.peer, each.announcement.sequence, each.signed) for each in announcements]
         readable = []
         for number, each in enumerate(announcements, 1):
-            if (form := self._form_in_version_1(each)) is not None:
-                readable.append((each.announcement.peer, version_1.sequence_of(each, form), form))
+            peer, old = each.announcement.peer, self._form_in_version_1(each)
+            if old is not None and old.sequence > theirs.get(peer, -1) and old.is_good(peer, self.verify):
+                readable.append((peer, old.sequence, old.form))
             if number % READ_AT_ONCE == 0:
                 await trio.lowlevel.checkpoint()
         return readable
 
-    def _form_in_version_1(self, announcement: SignedAnnouncement) -> SignedBody | None:
+    def _form_in_version_1(self, announcement: SignedAnnouncement) -> _OldForm | None:
         peer, signed = announcement.announcement.peer, announcement.signed
         if (made := self._in_version_1.get(peer)) is None or made[0] != signed:
-            if len(self._in_version_1) > self.policy.view_peers:
-                self._in_version_1.clear()
-            made = self._in_version_1[peer] = (signed, form_in_version_1(announcement, self.verify))
+            self._in_version_1.pop(peer, None)
+            if len(self._in_version_1) >= self.policy.view_peers:
+                del self._in_version_1[next(iter(self._in_version_1))]  # the oldest
+            old = None
+            if (form := form_in_version_1(announcement)) is not None:
+                old = _OldForm(form, version_1.sequence_of(announcement, form), True if form == signed else None)
+            made = self._in_version_1[peer] = (signed, old)
         return made[1]
 
 

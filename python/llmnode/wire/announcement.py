@@ -79,20 +79,17 @@ def sign_announcement(announcement: Announcement, sign: Sign) -> SignedAnnouncem
 
 def is_signed_by_peer(announcement: SignedAnnouncement, verify: Verify) -> bool:
     """Whether its peer signed it."""
-    return _is_signed(announcement.announcement.peer, announcement.signed, verify)
+    return is_form_signed(announcement.announcement.peer, announcement.signed, verify)
 
 
-def form_in_version_1(announcement: SignedAnnouncement, verify: Verify) -> SignedBody | None:
-    """The form for peers of protocol 1; `signed` itself if they can read that, and None if its peer signed none."""
-    signed = announcement.signed
-    form = version_1.form_of(*unpack_signed(AnnouncementBody, signed.body), signed)
-    if form is None or form is signed or _is_signed(announcement.announcement.peer, form, verify):
-        return form
-    return None
-
-
-def _is_signed(peer: PeerId, form: SignedBody, verify: Verify) -> bool:
+def is_form_signed(peer: PeerId, form: SignedBody, verify: Verify) -> bool:
     return verify(peer, SIGNING_CONTEXT + form.body, form.signature)
+
+
+def form_in_version_1(announcement: SignedAnnouncement) -> SignedBody | None:
+    """The form for peers of protocol 1, not verified: `signed` itself if they can read that, None if it has none."""
+    signed = announcement.signed
+    return version_1.form_of(*unpack_signed(AnnouncementBody, signed.body), signed)
 
 
 def _fields_of(announcement: Announcement) -> AnnouncementBody:

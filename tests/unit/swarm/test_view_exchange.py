@@ -69,9 +69,9 @@ async def test_a_peer_of_protocol_1_is_given_what_it_lacks_and_can_read() -> Non
     unsigned = sign_grown(announced("unsigned"), lambda _body: FORGED)
     of_adapter = replace(OFFER, profile=replace(OFFER.profile, adapter=b"a" * 32))
     adapted = sign_announcement(announced("adapted", of_adapter), lambda _body: SIGNATURE)
-    assert form_in_version_1(adapted, lambda *_: True) is None, "it would be taken for the model without an adapter"
+    assert form_in_version_1(adapted) is None, "it would be taken for the model without an adapter"
     exchange, _ = exchange_of(plain, grown, unsigned, adapted)
-    old = form_in_version_1(grown, lambda *_: True)
+    old = form_in_version_1(grown)
     assert old is not None
     expected = {(plain.signed.body, SIGNATURE), (old.body, SIGNATURE)}
     assert set(await told(exchange, version_1.VERSION, {})) == expected
@@ -85,7 +85,8 @@ async def test_older_forms_are_verified_for_peers_of_protocol_1_alone_and_once()
     held = [sign_grown(announced(f"peer{number}"), lambda _body: SIGNATURE) for number in range(40)]
     exchange, keys = exchange_of(*held)
     await told(exchange, version_1.VERSION + 1, {})
-    assert keys.verified == 0
+    await told(exchange, version_1.VERSION, {each.announcement.peer: NOW_MS - 1 for each in held})
+    assert keys.verified == 0, "nobody lacks one"
     for _ in range(3):
         assert len(await told(exchange, version_1.VERSION, {})) == 40
     assert keys.verified == 40

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmnode.core.adapters import MOST_ADAPTERS, MOST_RANK, AnnouncedAdapter
-from llmnode.core.announcement import Announcement, Offer, PeerState, SignedAnnouncement, SignedBody
+from llmnode.core.announcement import Announcement, Offer, PeerState, SignedAnnouncement
 from llmnode.core.ids import AdapterId, PeerId
 from llmnode.core.model import Precision, Profile
 from llmnode.core.policy import SwarmPolicy
@@ -22,6 +22,7 @@ from llmnode.errors import RemoteProtocolError
 from llmnode.wire import version_1
 from llmnode.wire.announcement import (
     form_in_version_1,
+    is_form_signed,
     is_signed_by_peer,
     pack_news,
     pack_sequences,
@@ -54,16 +55,11 @@ def signed(peer: str = "peer", sequence: int = NOW_MS, offer: Offer = OFFER) -> 
     return sign_announcement(announcement, lambda _body: b"s" * 64)
 
 
-def old_form(announcement: SignedAnnouncement) -> SignedBody | None:
-    """The form for peers of protocol 1. Any signature counts."""
-    return form_in_version_1(announcement, lambda *_: True)
-
-
 def test_measured_speeds_are_read_by_those_who_know_them_and_cost_older_peers_nothing() -> None:
     speed = AnnouncedSpeed(1500, 20, 30_000, ((PeerId("near"), 900), (PeerId("far"), 90_000)))
     measured = signed(offer=replace(OFFER, speed=speed))
     assert measured.announcement.offer.speed == speed
-    form = old_form(measured)
+    form = form_in_version_1(measured)
     assert form is not None
     old = msgpack.unpackb(form.body)
     assert set(old) == set(version_1.ANNOUNCED)
@@ -163,7 +159,7 @@ def test_adapters_are_announced_within_the_limit_of_an_announcement_and_left_out
     assert one.announcement == announcement
     assert len(one.signed.body) < POLICY.announcement_bytes
     assert unpack_announcement(one.signed.body, one.signed.signature) == one
-    form = old_form(one)
+    form = form_in_version_1(one)
     assert form is not None and "adapters" not in msgpack.unpackb(form.body)
     assert "adapters" not in msgpack.unpackb(signed().signed.body)
 
@@ -173,7 +169,7 @@ def test_a_unit_of_kv_is_announced_and_is_one_position_where_nothing_is_said() -
     assert unpack_announcement(one.signed.body, one.signed.signature).announcement.offer.in_pages(257) == 512
     assert signed().announcement.offer.in_pages(257) == 257
     assert "kv_page" not in msgpack.unpackb(signed().signed.body)
-    form = old_form(one)
+    form = form_in_version_1(one)
     assert form is not None and "kv_page" not in msgpack.unpackb(form.body)
     body = msgpack.packb({**msgpack.unpackb(one.signed.body), "kv_page": 0})
     with pytest.raises(RemoteProtocolError, match="kv_page"):
@@ -233,7 +229,7 @@ def test_a_state_of_a_newer_node_is_unknown_and_neither_online_nor_serving() -> 
     body = msgpack.packb(msgpack.unpackb(signed().signed.body) | {"state": "asleep"})
     read = unpack_announcement(body, b"s" * 64)
     assert (read.announcement.offer.state, read.signed.body) == (PeerState.UNKNOWN, body)
-    assert old_form(read) is None, "peers of protocol 1 cannot read it"
+    assert form_in_version_1(read) is None, "peers of protocol 1 cannot read it"
     assert [*online([read.announcement]), *online_or_draining([read.announcement])] == []
 
 
@@ -327,7 +323,7 @@ ANNOUNCED_1 = set(msgpack.unpackb(signed().signed.body))
 
 
 def test_an_announcement_without_new_fields_is_one_body_for_all_peers() -> None:
-    assert old_form(signed()) == signed().signed
+    assert form_in_version_1(signed()) == signed().signed
     assert set(version_1.ANNOUNCED) == ANNOUNCED_1
 
 
@@ -339,7 +335,7 @@ def test_an_announcement_with_a_new_field_has_a_second_body_that_is_one_older_an
         return bytes([len(messages)]) * 64
 
     grown = sign_grown(signed().announcement, sign)
-    form = old_form(grown)
+    form = form_in_version_1(grown)
     assert form is not None
     old = unpack_announcement(form.body, form.signature)
     made = grown.announcement
@@ -353,16 +349,16 @@ def test_an_announcement_with_a_new_field_has_a_second_body_that_is_one_older_an
     def verify(_peer: PeerId, message: bytes, signature: bytes) -> bool:
         return signatures.get(signature) == message
 
-    assert is_signed_by_peer(read, verify) and form_in_version_1(read, verify) == form
+    assert is_signed_by_peer(read, verify) and is_form_signed(made.peer, form, verify)
     assert not is_signed_by_peer(read, lambda *_: False)
     del signatures[form.signature]
-    assert is_signed_by_peer(read, verify) and form_in_version_1(read, verify) is None, "of another"
+    assert is_signed_by_peer(read, verify) and not is_form_signed(made.peer, form, verify)
 
 
 def test_a_field_that_is_added_to_announcements_gives_them_a_second_body(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(version_1, "ANNOUNCED", tuple(name for name in version_1.ANNOUNCED if name != "kv_tokens_free"))
     one = signed()
-    form = old_form(one)
+    form = form_in_version_1(one)
     assert form is not None
     assert "signature_1" in msgpack.unpackb(one.signed.body)
     assert set(msgpack.unpackb(form.body)) == ANNOUNCED_1 - {"kv_tokens_free"}
