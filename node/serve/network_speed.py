@@ -10,12 +10,13 @@ from __future__ import annotations
 import logging
 import math
 import random
+from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
 import trio
 
 from llmnode.core.policy import ProbePolicy
-from llmnode.core.speed import NetworkSpeed, usual_rate
+from llmnode.core.speed import NetworkSpeed, observed_upload, usual_rate
 from llmnode.core.view import online
 from llmnode.errors import ConfigError, PeerError
 from llmnode.swarm.probing import measure_round_trip, measure_upload
@@ -46,11 +47,16 @@ async def keep_measuring(
     """Measure now, when it is time, and when other peers may be the next hop, until cancelled. `role` announces it.
 
     Others cause round trips at most by announcing more peers, and no probes. After probes that nobody took, the pause
-    before the next probes doubles. After new peers of which none answers, that before the next new peers does. Peers
-    that did not answer are asked again, after a pause that doubles likewise. A round trip that was measured before
-    stays, until there is a newer one, or the peer may not be the next hop any more.
+    before the next probes doubles. Until then the rates that peers of sessions tell correct them. After new peers of
+    which none answers, that before the next new peers does. Peers that did not answer are asked again, after a pause
+    that doubles likewise. A round trip that was measured before stays, until there is a newer one, or the peer may not
+    be the next hop any more.
     """
-    policy, rng = policy or ProbePolicy(), rng or random.Random()
+    policy, rng, probed_bytes_per_s = policy or ProbePolicy(), rng or random.Random(), 0.0
+
+    def upload_bytes_per_s() -> float:
+        return observed_upload(probed_bytes_per_s, network.send_rates.by_group(trio.current_time()))
+
     probes_at_s, pause_s, soon_s, are_new = -math.inf, policy.soon_s, policy.soon_s, False
     while True:
         nexts, others = next_hops(role.model, role.span, swarm), others_than(swarm)
@@ -66,9 +72,9 @@ async def keep_measuring(
             soon_s = policy.soon_s
         elif are_new or lacks_some:
             soon_s = min(2 * soon_s, policy.again_s)
-        upload_bytes_per_s = found.upload_bytes_per_s or role.network.upload_bytes_per_s
-        if upload_bytes_per_s or round_trips_s:
-            role.note_network(NetworkSpeed(upload_bytes_per_s, round_trips_s))
+        probed_bytes_per_s = found.upload_bytes_per_s or probed_bytes_per_s
+        if probed_bytes_per_s or round_trips_s:
+            role.note_network(NetworkSpeed(upload_bytes_per_s(), round_trips_s))
         await trio.sleep(soon_s)
         if lacks_some:
             are_new = False
@@ -79,6 +85,9 @@ async def keep_measuring(
             ):
                 await swarm.wait_changed()
                 await trio.sleep(policy.soon_s)  # each look is at the whole view
+                told_bytes_per_s = role.network.upload_bytes_per_s
+                if abs(upload_bytes_per_s() - told_bytes_per_s) > policy.tell_change * told_bytes_per_s:
+                    role.note_network(replace(role.network, upload_bytes_per_s=upload_bytes_per_s()))
         are_new = not patience.cancelled_caught
 
 

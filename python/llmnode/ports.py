@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from llmnode.core.announcement import SignedAnnouncement
     from llmnode.core.budget import Budget, Scope
     from llmnode.core.ids import PeerId
+    from llmnode.core.links.send_rates import SendRates
     from llmnode.core.model import ModelInfo, Precision
     from llmnode.core.operations import Buffer, Control, Operation, Pass, Slice
     from llmnode.core.placement.own_precision import Candidate
@@ -93,6 +94,10 @@ class Network(Protocol):
     @property
     def traffic(self) -> Traffic:
         """The traffic of all links since the start."""
+
+    @property
+    def send_rates(self) -> SendRates:
+        """How fast peers have taken large frames from us lately, as they say."""
 
     @property
     def key(self) -> bytes:

@@ -60,6 +60,26 @@ async def test_a_server_announces_its_round_trips_to_next_hops_and_its_upload() 
 
 
 @simulated
+async def test_a_server_announces_the_upload_that_sessions_see_before_it_probes_again() -> None:
+    policy = ProbePolicy()
+    async with open_world(conditions=NARROW) as world, trio.open_nursery() as nursery:
+        first, *_ = await started(world)
+        nursery.start_soon(keep_measuring, first.role, first.swarm, first.network)
+        await trio.sleep(15)
+        assert first.role.network.upload_bytes_per_s == pytest.approx(BYTES_PER_S, rel=0.1)
+        began_s, round_trips_s = trio.current_time(), first.role.network.round_trips_s
+        for share in (0.6, 1.5):
+            for name in ("a", "b"):
+                first.network.send_rates.note(name, name, share * BYTES_PER_S, trio.current_time())
+            first.swarm.say(replace(first.role.offer(), moves_to=SPANS[1]))  # the view changes, as it does all the time
+            await trio.sleep(2 * policy.soon_s)
+            assert first.role.offer().speed.upload_bytes_per_s == pytest.approx(share * BYTES_PER_S, rel=0.01)
+        assert first.role.network.round_trips_s == round_trips_s
+        assert trio.current_time() < began_s + policy.again_s / 2, "no probe was due"
+        nursery.cancel_scope.cancel()
+
+
+@simulated
 async def test_a_server_that_comes_later_is_measured_soon() -> None:
     async with open_world(conditions=NARROW) as world, trio.open_nursery() as nursery:
         first = await world.start("s0", SPANS[0])

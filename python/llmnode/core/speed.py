@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from statistics import median_low
+from statistics import median_high, median_low
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ SHARED_SESSIONS = 8
 """The throughput of a server is that of this number of sessions at once, if it has KV for them."""
 LEAST_FORWARDS = 64
 """After this many forwards of decodes, what they took replaces what was measured before there were sessions."""
+OBSERVED_TIMES = 2.0
+"""The upload that sessions see counts for at most this many times that of the probes, and for at least this part."""
 LATEST = 3
 """The latest figures by which the speed of a machine is believed."""
 DOUBTED_SHARE = 0.75
@@ -188,6 +190,17 @@ def usual_rate(by_group: Mapping[str, Iterable[float]]) -> float:
     """
     best = [max(rates) for rates in by_group.values() if rates]
     return median_low(best) if best else 0.0
+
+
+def observed_upload(probed_bytes_per_s: float, by_group: Mapping[str, Iterable[float]]) -> float:
+    """The upload of a node, by its latest probes and by the rates that peers of sessions have told since (`SendRates`).
+
+    The median counts of the probes and the best rate of each address group. It is the higher one of two, as a single
+    peer may have a slow line itself. Peers can shift it to half of the probes and to twice at most. 0 without probes.
+    """
+    best = [max(rates) for rates in by_group.values()]
+    usual = median_high([probed_bytes_per_s, *best])
+    return min(max(usual, probed_bytes_per_s / OBSERVED_TIMES), OBSERVED_TIMES * probed_bytes_per_s)
 
 
 def _whole(value: float) -> int:

@@ -19,6 +19,7 @@ from multiaddr import Multiaddr
 from llmnode.core.account import Account
 from llmnode.core.budget import Kind, Resource, Worth
 from llmnode.core.ids import PeerId
+from llmnode.core.links.send_rates import SendRates
 from llmnode.core.peers.nat import judge
 from llmnode.core.policy import CircuitPolicy, ReachPolicy
 from llmnode.core.traffic import TrafficMeter
@@ -160,6 +161,7 @@ class Libp2pNetwork:
         self._announced = announced
         self._reserves = reserves
         self._traffic = TrafficMeter()
+        self.send_rates = SendRates()
         self._links: dict[Libp2pLink, IMuxedConn] = {}
         self._opened, self._accepted = trio.open_memory_channel[Libp2pLink](ACCEPT_QUEUE)
         self._held = HeldConnections(host, policy, self._asked)
@@ -401,7 +403,7 @@ class Libp2pNetwork:
             stream,
             peer,
             self._policy,
-            LinkOwner(drop, self._traffic, wait_direct),
+            LinkOwner(drop, self._traffic, self.send_rates, wait_direct),
             Account(scope.open(Kind.LINK, peer), Resource.MEMORY),
             relayed=is_relayed(connection),
             relay_limit_bytes=limit_bytes_of(connection),

@@ -29,6 +29,7 @@ from llmnode.core.links.heartbeats import Heartbeats
 from llmnode.core.links.pace import LinkPaces
 from llmnode.core.links.packing import ArrivalRate
 from llmnode.core.links.write_size import part_bytes
+from llmnode.core.peers.whereabouts import RELAYED
 from llmnode.errors import PeerError, PeerUnreachable, RemoteProtocolError
 from llmnode.net.outbox import Outbox
 from llmnode.net.packer import Packer
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from llmnode.core.account import Account
     from llmnode.core.budget import Scope
     from llmnode.core.ids import PeerId
+    from llmnode.core.links.send_rates import SendRates
     from llmnode.core.policy import LinkPolicy
     from llmnode.core.traffic import TrafficMeter
     from llmnode.net.negotiated import NegotiatedStream
@@ -71,6 +73,7 @@ class LinkOwner:
     drop: Callable[[], Awaitable[None]]
     """The link is over: the stream goes, and its connection if nothing else uses it."""
     traffic: TrafficMeter
+    send_rates: SendRates
     wait_direct: Callable[[], Awaitable[None]]
 
 
@@ -100,7 +103,7 @@ class Libp2pLink:
         self._decoder = FrameDecoder(policy)
         self._paces = LinkPaces(policy.pace_grace_s, policy.pace_bytes_per_s, 2 * policy.heartbeat_s)
         self._written_bytes = self._times_written = 0  # the bytes since the outbox was empty, and how often it was
-        self._sent_bytes = 0
+        self._sent_bytes = self._sent_before_rate = 0  # in all, and before the peer has told its latest rate
         self._heartbeats = Heartbeats(policy)
         self._arrivals = ArrivalRate(policy.packing)
         self._packer = Packer(policy)
@@ -271,6 +274,9 @@ class Libp2pLink:
             raise RemoteProtocolError("sends heartbeats without end")
         if bytes_per_s := 1000.0 * beat.start:
             self._packer.take_rate(bytes_per_s)
+            if self._sent_bytes - self._sent_before_rate >= self._policy.packing.rate_bytes:
+                self._sent_before_rate = self._sent_bytes
+                self._owner.send_rates.note(self.peer, RELAYED if self.relayed else self.group, bytes_per_s, now_s)
             self._outbox.piece_bytes = part_bytes(bytes_per_s, self._policy.piece_bytes)
 
     async def _take(self, frame: Frame) -> Frame:

@@ -12,6 +12,7 @@ from llmnode.core.account import Account
 from llmnode.core.address_groups import address_groups
 from llmnode.core.budget import Kind, Resource, Worth
 from llmnode.core.ids import NO_SESSION
+from llmnode.core.links.send_rates import SendRates
 from llmnode.core.traffic import TrafficMeter
 from llmnode.errors import PeerError, PeerUnreachable
 from llmnode.wire.frame import Frame, FrameType
@@ -45,6 +46,7 @@ class Endpoint:
         self.links: list[MemoryLink] = []
         self.frozen = False
         self.meter = TrafficMeter()
+        self.send_rates = SendRates()
         self.tamper: Tamper | None = None
         """Replaces each frame that the peer sends. None: they are sent as they are."""
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from llmnode.core.budget import Budget, Scope
     from llmnode.core.ids import PeerId
+    from llmnode.core.links.send_rates import SendRates
     from llmnode.core.traffic import Traffic
     from llmnode.ports import Link, Network
     from llmnode.session.session import InferenceSession
@@ -129,6 +130,10 @@ class FailingNetwork:
     @property
     def traffic(self) -> Traffic:
         return self.network.traffic
+
+    @property
+    def send_rates(self) -> SendRates:
+        return self.network.send_rates
 
     @property
     def key(self) -> bytes:

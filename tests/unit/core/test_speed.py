@@ -16,6 +16,7 @@ from llmnode.core.speed import (
     announced_speed,
     believed,
     is_doubtful,
+    observed_upload,
     seen,
     throughput,
     usual_rate,
@@ -95,3 +96,22 @@ def test_one_slow_figure_changes_nothing_and_a_lasting_slowness_is_believed(
     speeds = [ComputeSpeed(rate, rate, rate) for rate in latest]
     assert believed(speeds).decode_tokens_per_s == counts
     assert is_doubtful(speeds) is is_doubted
+
+
+@pytest.mark.parametrize(
+    ("told", "upload"),
+    [
+        ({}, 10.0),
+        ({"a": [7.0]}, 10.0),
+        ({"a": [15.0]}, 15.0),
+        ({"a": [7.0, 2.0], "b": [6.0]}, 7.0),
+        ({"a": [1.0], "b": [1.0, 2.0]}, 5.0),
+        ({"a": [1e9], "b": [1e9]}, 20.0),
+        ({"liars": [1.0] * 100, "b": [12.0]}, 10.0),
+    ],
+)
+def test_the_upload_that_sessions_see_replaces_that_of_the_probes_within_bounds(
+    told: dict[str, list[float]], upload: float
+) -> None:
+    assert observed_upload(10.0, told) == upload
+    assert observed_upload(0.0, told) == 0.0

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import trio
+import trio.testing
 
 from bench.kit.proxy import ShapingProxy
 from llmnode import _native
@@ -118,6 +119,22 @@ async def test_on_a_slow_line_packing_goes_on_by_itself_and_what_arrives_is_righ
     assert 0.8 < last.sent_bytes / last.sent_plain_bytes < 0.95, "it stays on"
     received, sent = over.other.traffic, over.one.traffic
     assert received.received_bytes == sent.sent_bytes < received.received_plain_bytes == sent.sent_plain_bytes
+
+
+@in_trio
+async def test_a_sender_knows_how_fast_its_frames_are_taken_once_it_has_sent_large_ones() -> None:
+    async with line(SLOW_BYTES_PER_S) as over, linked(over) as (near, far):
+        await carry(near, far, 0, 1_500_000)
+        while not (told := over.one.send_rates.by_group(trio.current_time())):
+            await trio.testing.wait_all_tasks_blocked(0.01)
+        ((rate,),) = told.values()
+        assert rate == pytest.approx(SLOW_BYTES_PER_S, rel=0.5)
+        assert not over.other.send_rates.by_group(trio.current_time()), "it has sent nothing large"
+        now_s = trio.current_time()
+        for kilobytes_per_s in (2, 1):
+            near._hear_beat(Frame(FrameType.HEARTBEAT, start=kilobytes_per_s), now_s)
+        ((rate,),) = over.one.send_rates.by_group(now_s).values()
+        assert rate == 2000.0, "a rate counts for what was sent since the one before"
 
 
 @in_trio

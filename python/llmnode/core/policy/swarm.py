@@ -132,6 +132,8 @@ class ProbePolicy:
     """A server measures, and announces, round trips to this many peers that may be the next hop."""
     again_s: float = 300.0
     """A server measures its network again after this time."""
+    tell_change: float = 0.2
+    """A server announces an upload that sessions see once it has changed by this share."""
     soon_s: float = 5.0
     """It does so after this time if it has measured nothing yet, or if other peers may be the next hop now. The time
     doubles when that was in vain."""
