@@ -97,7 +97,14 @@ class PeerError(LlmnodeError):
         self.message = message
         self.peer = peer
         self.span = span
+        self.waited_s = 0.0
+        """The time that we have waited for the peer, up to this failure: see `core/peers/bans.py`."""
         super().__init__(message)
+
+    def after(self, waited_s: float) -> Self:
+        """Say how long we have waited for the peer. Returns the error itself."""
+        self.waited_s = max(self.waited_s, waited_s)
+        return self
 
     def blame(self, peer: PeerId, span: Span | None = None) -> Self:
         """Name the culprit, a `peer` and its `span`, unless it is known already. Returns the error itself.

@@ -85,7 +85,8 @@ class Limit(SharedDeadline):
         slowest = max(hops, key=lambda hop: (self._waited_s.get(hop.session, 0.0), hop is last))
         if slowest is not last:
             took_s = self._waited_s[slowest.session]
-            raise slowest.blame(PeerTimeout(f"took {took_s:.3g} s of the time that all new hops had together"))
+            late = PeerTimeout(f"took {took_s:.3g} s of the time that all new hops had together")
+            raise slowest.blame(late.after(took_s))
 
 
 class _Waits:
@@ -218,7 +219,8 @@ async def _do(action: Action[SessionHop], at_once: int, expected: dict[SessionId
         connection.computed_s = now_s
         return Outcome(now_s, since_s, frame, beside=beside)
     except PeerError as error:
-        return Outcome(trio.current_time(), error=error)
+        now_s = trio.current_time()
+        return Outcome(now_s, error=error.after(now_s - since_s))
 
 
 async def _receive_unless_replaceable(

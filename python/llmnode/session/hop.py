@@ -106,6 +106,7 @@ class SessionHop(HopState):
                     self.connection.take_session(self.session)
                 answers.append(stack.enter_context(self.connection.expect(frame.session, frame.epoch, frame.step)))
                 await self.connection.tell(frame)
+            since_s = trio.current_time()
             for request, answer in zip(requests, answers, strict=True):
                 try:
                     self.answered(request, await answer.receive(request.answer, request.timeout_s))
@@ -114,7 +115,10 @@ class SessionHop(HopState):
                         self.connection.sessions.pop(self.session, None)
                         if self.terms.prompts and refusal.code == RefusalCode.UNKNOWN_EXTENSION:
                             self.connection.knows_prompts = False
-                    self.refused(request, refusal, trio.current_time())
+                    self.refused(request, refusal.after(trio.current_time() - since_s), trio.current_time())
+                except PeerError as error:
+                    error.after(trio.current_time() - since_s)
+                    raise
 
     async def take_over(self, asked_in: Epoch, epoch: Epoch, position: int) -> None:
         """Have the existing session move to our connection. `asked_in` is an epoch that no hop was asked in.

@@ -128,7 +128,7 @@ class PeerFinder:
                 return
         if isinstance(error, Convicted):
             self.records.suspicion.convict(error.peer, now_s)
-        self.records.bans.report(error.peer, now_s)
+        self.records.bans.report(error.peer, now_s, error.waited_s)
         self._trials.note_failed(error.peer)
         if is_new and not isinstance(error, PeerUnreachable):  # that may be our own network's fault
             self.records.standing.note_failed(error.peer, now_s)
@@ -219,15 +219,15 @@ class PeerFinder:
         at_once: int = 0,
         turn: AskingTurn | None = None,
     ) -> tuple[Route, Mapping[PeerId, PeerConnection]]:
-        """Hops that cover `span`, over peers not in `avoid`; in a `hurry` also over peers that have failed lately.
+        """Hops that cover `span`, over peers not in `avoid`; in a `hurry` also over those that have failed, if needed.
 
         If possible they have KV for the first of these `positions`, of which a replay needs `at_once`. If possible they
         are not at the peers `beside`, which have other hops of the session. A `turn` asks them how busy they are, and
         is not waited for. Raises NoRoute, or the PeerError of a peer that could not be reached.
         """
         await self.wait_for_trials(span, avoid)
-        others = self._candidates(positions)
-        usable = [each for each in (others if hurry else self.records.good(others)) if each.peer not in avoid]
+        others = [each for each in self._candidates(positions) if each.peer not in avoid]
+        usable = self.records.good_or_soon(others, span) if hurry else self.records.good(others)
         try:
             costs = self.records.costs(usable, positions, beside=beside, at_once=at_once)
             route = find_detour(span, _held(usable), costs, self._ways(usable))
@@ -329,11 +329,12 @@ class PeerFinder:
         positions: int,
         explored: Collection[PeerId],
     ) -> Route:
-        """A route over peers that are not banned, or else over all of `usable`."""
+        """A route over peers that are not banned, or else also over those of `usable` whose bans end first."""
         good = self.records.good(usable)
         with suppress(NoRoute):
             costs = self._tastes.of(self.records.costs(good, positions, explored=explored))
             return find_route(self.model.blocks, _held(good), costs, self._ways(good))
+        usable = self.records.good_or_soon(usable, Span(0, self.model.blocks))
         try:
             costs = self._tastes.of(self.records.costs(usable, positions))
             return find_route(self.model.blocks, _held(usable), costs, self._ways(usable))

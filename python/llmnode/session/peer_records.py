@@ -6,6 +6,7 @@ The cost of a token at each peer follows from that, and from what the peer annou
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from typing import TYPE_CHECKING
 
 import trio
@@ -16,7 +17,7 @@ from llmnode.core.peers.broken_promises import BrokenPromises
 from llmnode.core.peers.standing import DecodeTime, Standing, candidate_of
 from llmnode.core.peers.suspicion import Suspicion
 from llmnode.core.peers.whereabouts import groups_of
-from llmnode.core.route import HopCost
+from llmnode.core.route import HopCost, covers
 from llmnode.session.own_use import OwnUses
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from llmnode.core.peers.standing import OwnUse
     from llmnode.core.policy import ClientPolicy
     from llmnode.core.route import NoRoute
+    from llmnode.core.span import Span
     from llmnode.session.reaching import Reaching
     from llmnode.session.trials import Trials
     from llmnode.swarm.membership import Swarm
@@ -49,7 +51,9 @@ class PeerRecords:
         trials: Trials,
     ) -> None:
         self.own = OwnUses(policy.route.announced_after_s)
-        self.bans = Bans(policy.route.ban_s, policy.route.longest_ban_s)
+        self.bans = Bans(
+            policy.route.ban_s, policy.route.longest_ban_s, policy.route.ban_times, policy.route.longest_costly_ban_s
+        )
         self.suspicion = Suspicion(policy.trust)
         self.standing = Standing(policy.standing)
         self.broken = BrokenPromises(policy.standing)
@@ -87,6 +91,21 @@ class PeerRecords:
         """Those of peers that have not failed lately."""
         banned = self.bans.banned(trio.current_time())
         return [each for each in announcements if each.peer not in banned]
+
+    def good_or_soon(self, announcements: Sequence[Announcement], span: Span) -> list[Announcement]:
+        """Those, and others if the blocks of `span` need them, in the order in which their bans end.
+
+        A peer that has cost much time has the longest ban, so it is used only if nobody else has the blocks. Bans that
+        end within `RoutePolicy.ban_s` of each other count as equal.
+        """
+        now_s = trio.current_time()
+        left_s = {each.peer: self.bans.left_s(each.peer, now_s) for each in announcements}
+        ordered = sorted(announcements, key=lambda each: left_s[each.peer])
+        spans = [each.offer.span for each in ordered]
+        needed = bisect_left(range(len(spans)), True, key=lambda number: covers(spans[:number], span))
+        longest_s = max((left_s[each.peer] for each in ordered[:needed]), default=0.0)
+        most_s = longest_s + self._policy.route.ban_s if longest_s else 0.0
+        return [each for each in announcements if left_s[each.peer] <= most_s]
 
     def costs(
         self,

@@ -192,4 +192,4 @@ class Reaching:
                 raise
             if isinstance(error, ConfigError):  # the peer announced it, not the user
                 raise PeerUnreachable(f"announces no usable address: {error}") from error
-            raise PeerTimeout(f"no connection in {timeout_s:g} s") from error
+            raise PeerTimeout(f"no connection in {timeout_s:g} s").after(timeout_s) from error

@@ -367,19 +367,28 @@ class Expected:
         self._arrived.set()
 
     async def receive(self, answer_type: FrameType, timeout_s: float) -> Frame:
-        """Wait for the answer. Raises PeerTimeout if it does not come in time; then it may be awaited again."""
+        """Wait for the answer. Raises PeerTimeout if it does not come in time; then it may be awaited again.
+
+        Each PeerError says how long that was.
+        """
         await trio.lowlevel.checkpoint_if_cancelled()  # an answer to what was given up since then blames nobody
+        since_s = trio.current_time()
         if not self._arrived.is_set():
-            with trio.CancelScope(deadline=trio.current_time() + timeout_s) as patience:
+            with trio.CancelScope(deadline=since_s + timeout_s) as patience:
                 await self._arrived.wait()
             if patience.cancelled_caught:
-                raise PeerTimeout(f"no {answer_type.name} in {timeout_s:g} s", peer=self._connection.peer)
+                late = PeerTimeout(f"no {answer_type.name} in {timeout_s:g} s", peer=self._connection.peer)
+                raise late.after(timeout_s)
         if (answer := self._answer) is None:
-            raise self._connection.error
+            raise self._connection.error.after(trio.current_time() - since_s)
         self._answer, self._arrived = None, trio.Event()
         if self._connection.has_ended:
             self._arrived.set()
-        return self._connection.checked(answer, answer_type)
+        try:
+            return self._connection.checked(answer, answer_type)
+        except PeerError as error:
+            error.after(trio.current_time() - since_s)
+            raise
 
 
 @contextlib.asynccontextmanager

@@ -163,4 +163,4 @@ class Lane:
             finally:
                 del self._left_s[scope]
         if scope.cancelled_caught:
-            raise PeerTimeout(f"did not {what} in {most_s:g} s", peer=peer)
+            raise PeerTimeout(f"did not {what} in {most_s:g} s", peer=peer).after(most_s)

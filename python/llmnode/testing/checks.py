@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, TypeVar
 
@@ -117,16 +118,22 @@ def check_no_banned_peer(finder: WatchedFinder, policy: ClientPolicy) -> None:
         assert not used, f"{used} were banned when they were chosen, {asked_s:.3f} s into the run"
 
 
-def _banned(failures: Iterable[tuple[float, PeerId]], now_s: float, policy: RoutePolicy) -> set[PeerId]:
-    """The bans by the rules of `core.bans`, from all failures anew: a failure during a ban does not make it longer."""
+def _banned(failures: Iterable[tuple[float, PeerId, float]], now_s: float, policy: RoutePolicy) -> set[PeerId]:
+    """The bans by the rules of `core.bans`, from all failures anew: a failure during a ban makes it longer only by what
+    it cost itself.
+    """
     until_s: dict[PeerId, float] = {}
     lasted_s: dict[PeerId, float] = {}
-    for failed_s, peer in failures:
-        if failed_s < until_s.get(peer, 0.0):
+    for failed_s, peer, waited_s in failures:
+        least_s = min(policy.ban_times * waited_s, policy.longest_costly_ban_s)
+        ended_s, length_s = until_s.get(peer, -math.inf), lasted_s.get(peer, 0.0)
+        if failed_s < ended_s:
+            until_s[peer], lasted_s[peer] = max(ended_s, failed_s + least_s), max(length_s, least_s)
             continue
-        forgotten = failed_s > until_s.get(peer, 0.0) + policy.longest_ban_s
-        doubled_s = min(2 * lasted_s.get(peer, policy.ban_s / 2), policy.longest_ban_s)
-        lasted_s[peer] = policy.ban_s if forgotten else doubled_s
+        longest_s = policy.longest_costly_ban_s if least_s > policy.ban_s else policy.longest_ban_s
+        forgotten = failed_s >= ended_s + max(policy.longest_ban_s, length_s)
+        doubled_s = policy.ban_s if forgotten else min(2 * length_s, longest_s)
+        lasted_s[peer] = max(least_s, doubled_s)
         until_s[peer] = failed_s + lasted_s[peer]
     return {peer for peer, end_s in until_s.items() if now_s < end_s}
 

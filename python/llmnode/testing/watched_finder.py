@@ -20,11 +20,13 @@ if TYPE_CHECKING:
 
 
 class WatchedFinder(PeerFinder):
-    """`failures` have times; `found` routes have the time, and how many failures were known then."""
+    """`failures` have their time, and how long we had waited for the peer; `found` routes have the time, and how many
+    failures were known then.
+    """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:  # Any: what a PeerFinder takes
         super().__init__(*arguments, **options)
-        self.failures: list[tuple[float, PeerId]] = []
+        self.failures: list[tuple[float, PeerId, float]] = []
         self.found: list[tuple[float, int, Route]] = []
         self.banned: list[tuple[float, PeerError]] = []
         """The errors for which peers were banned."""
@@ -33,7 +35,7 @@ class WatchedFinder(PeerFinder):
         super().report(error)
         is_busy = isinstance(error, PeerFull) or (isinstance(error, PeerRefused) and not self._breaks_promise(error))
         if error.peer is not None and not is_busy:
-            self.failures.append((trio.current_time(), error.peer))
+            self.failures.append((trio.current_time(), error.peer, error.waited_s))
             self.banned.append((trio.current_time(), error))
 
     async def find(

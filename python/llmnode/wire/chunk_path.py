@@ -219,6 +219,8 @@ class _Passage(Generic[HopT]):
         try:
             output = self._read(outcome, direct=direct)
         except PeerError as error:
+            if outcome.error is None:  # else it says so itself
+                error.after(outcome.now_s - outcome.since_s)
             if doubted is not None and isinstance(error, PeerRefused) and error.code in ALL_WOULD_REFUSE:
                 raise self._contradiction(doubted, None) from error
             self.hop.blame(error)
@@ -227,7 +229,8 @@ class _Passage(Generic[HopT]):
             return output
         if doubted is not None:
             raise self._contradiction(doubted, output.said)
-        raise self.hop.blame(IntegrityError("computed something else than it was given"))
+        wrong = IntegrityError("computed something else than it was given")
+        raise self.hop.blame(wrong.after(outcome.now_s - outcome.since_s))
 
     def _read(self, outcome: Outcome, *, direct: bool) -> HopOutput:
         hidden, result = self.hop.computed(self.chunk, outcome.frame(), outcome.now_s)

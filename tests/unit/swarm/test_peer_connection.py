@@ -9,7 +9,7 @@ import pytest
 import trio
 
 from llmnode.core.ids import Epoch, SessionId, Step
-from llmnode.errors import PeerFull, PeerRefused, RemoteProtocolError
+from llmnode.errors import PeerError, PeerFull, PeerRefused, PeerTimeout, RemoteProtocolError
 from llmnode.swarm.peer_connection import PeerConnection, open_connection
 from llmnode.swarm.uploads import Uploads
 from llmnode.testing import open_internet, simulated
@@ -33,6 +33,32 @@ async def test_an_answer_that_came_after_the_question_was_given_up_is_not_read()
             given_up.cancel()
             await answer.receive(FrameType.RESULT, 1.0)
         assert given_up.cancelled_caught
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (None, PeerTimeout),
+        (refusal_of(Frame(FrameType.OPEN), RefusalCode.BUSY, "no memory"), PeerRefused),
+        (Frame(FrameType.NEWS), RemoteProtocolError),
+    ],
+)
+@simulated
+async def test_an_error_says_how_long_the_peer_was_waited_for(answer: Frame | None, error: type[PeerError]) -> None:
+    link = cast("Any", SimpleNamespace(peer="12D3KooW", wait_written=None))
+    connection = PeerConnection(link, Uploads(), lambda _: None)
+
+    async def answer_later() -> None:
+        if answer is not None:
+            await trio.sleep(15)
+            expected.arrive(answer)
+
+    with connection.expect(SessionId(bytes(16)), Epoch(0), Step(0)) as expected:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(answer_later)
+            with pytest.raises(error) as raised:
+                await expected.receive(FrameType.OPENED, 16.0)
+    assert raised.value.waited_s == pytest.approx(16.0 if answer is None else 15.0)
 
 
 @simulated
