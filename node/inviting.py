@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from llmnode.core.announcement import PeerState
 from llmnode.core.ids import PeerId
-from llmnode.core.peers.invited import DialledFrom, choose_invited, for_others, widest
+from llmnode.core.peers.invited import Candidate, DialledFrom, candidate, choose_invited, reach_of, widest
 from llmnode.core.peers.whereabouts import in_turns
 from llmnode.core.policy import JoinPolicy, LinkPolicy
 from llmnode.errors import ConfigError, PeerError, single_error
@@ -47,10 +47,11 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The addresses that an invite is to name, and the models that are served there."""
+    """The addresses for an invite, the models that are served there, and from where the peers can be dialled."""
 
     peers: tuple[str, ...]
     models: tuple[ServedModel, ...]
+    reach: DialledFrom
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,7 @@ async def _find(key: bytes | None, report: Callable[[str], None], *, mdns: bool)
             found = await _try(way, key, report)
             if found is None or not found.peers:
                 continue
-            if widest(found.peers) is not DialledFrom.MACHINE:
+            if found.reach is not DialledFrom.MACHINE:
                 return found
             here_alone = here_alone or found
     return here_alone
@@ -123,17 +124,19 @@ async def _look(way: _Way, pool: ConnectionPool, swarm: Swarm, report: Callable[
     stay = (PeerState.JOINING, PeerState.ONLINE)
     announced = {each.peer: each for each in swarm.view.announcements() if each.offer.state in stay}
     reached = [each for each in announced.values() if each.peer in answers]
-    connected = {each.peer for each in pool.living()}
-    named: dict[str, Sequence[str]] = {}
+    connected = swarm.connected_in()
+    named: dict[str, Candidate] = {}
     for addresses in way.peers:
         peer = PeerId(peer_of(addresses[0]))
         if peer in connected:  # mDNS has the address in this network, and the peer may announce others before it
-            named[peer] = (*addresses, *(announced[peer].addresses if peer in announced else ()))
+            announces = announced[peer].addresses if peer in announced else ()
+            stranger = candidate((*addresses, *announces), connected[peer])
+            named[peer] = stranger if way.is_near else Candidate(addresses, announces, is_ours=True)
     for each in in_turns(reached, swarm.met_in()):
-        named.setdefault(each.peer, each.addresses)
+        named.setdefault(each.peer, candidate(each.addresses, connected.get(each.peer)))
     if way.where != NEARBY:  # which has said it
         report(f"found {way.where}: {describe(reached) if reached else _relays(len(named))}")
-    return Found(choose_invited(map(for_others, named.values())), _models(reached))
+    return Found(choose_invited(named.values()), _models(reached), reach_of(named.values()))
 
 
 def _relays(number: int) -> str:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from llmnode.core.peers.invited import DialledFrom
     from llmnode.net.invite import Invite
     from llmnode.node.commands.options import Commands
     from llmnode.node.inviting import ServedModel
@@ -70,6 +71,7 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from llmnode.core.peers.invited import widest
     from llmnode.net.invite import write_invite
     from llmnode.net.swarm_key import make_key
 
@@ -79,14 +81,14 @@ def run(arguments: argparse.Namespace) -> int:
     if file is not None and is_new:
         # All that could fail comes before: a key that was made would be there the next time.
         named = None if arguments.model is None else _name_elsewhere(arguments.model)
-        found = _of_peers(arguments.peers, make_key(file), named)
+        found, reach = _of_peers(arguments.peers, make_key(file), named), widest(arguments.peers)
         say(f"made the key of a new swarm, {file}")
     else:
-        found = _found(arguments, None if file is None else _key_in(file))
+        found, reach = _found(arguments, None if file is None else _key_in(file))
     invite = write_invite(found)
     if not found.peers:
         say("it names no peers to join through: start a relay or a server with this key, and then do this again")
-    elif told := invited_from(found.peers):
+    elif told := invited_from(reach):
         say(told)
     if found.key is not None:
         say("whoever has this can join: send it to members alone, over what nobody else reads")
@@ -109,11 +111,16 @@ def _key_in(file: Path) -> bytes:
     return key
 
 
-def _found(arguments: argparse.Namespace, key: bytes | None) -> Invite:
-    """The peers that are named, or that answer now, and the model. Raises ConfigError."""
+def _found(arguments: argparse.Namespace, key: bytes | None) -> tuple[Invite, DialledFrom]:
+    """The peers that are named, or that answer now, and the model; and from where the peers are dialled. Raises
+    ConfigError.
+    """
+    from llmnode.core.peers.invited import DialledFrom, widest
+
     asked: str | None = arguments.model
     if arguments.peers:
-        return _of_peers(arguments.peers, key, None if asked is None else _name_elsewhere(asked))
+        named = None if asked is None else _name_elsewhere(asked)
+        return _of_peers(arguments.peers, key, named), widest(arguments.peers)
     from llmnode.node.inviting import GIVE, find_invited
 
     found = find_invited(key, say, mdns=arguments.mdns is not False)
@@ -123,10 +130,10 @@ def _found(arguments: argparse.Namespace, key: bytes | None) -> Invite:
             f"no peers are named, and none were found: {ALONE}, {why}; start `llmnode serve` or `llmnode relay` here, "
             f"or {GIVE}"
         )
-    peers, models = (found.peers, found.models) if found is not None else ((), ())
-    if peers:
-        say(f"the invite names {' '.join(peers)}")
-    return _of_peers(peers, key, _model_of(asked, models))
+    if found is None:
+        return _of_peers((), key, _model_of(asked, ())), DialledFrom.NOWHERE
+    say(f"the invite names {' '.join(found.peers)}")
+    return _of_peers(found.peers, key, _model_of(asked, found.models)), found.reach
 
 
 def _of_peers(peers: Sequence[str], key: bytes | None, named: str | None) -> Invite:

@@ -15,6 +15,7 @@ from llmnode.node.terminal import say
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from llmnode.core.peers.invited import DialledFrom
     from llmnode.net.invite import Invite
 
 FIND = "find a public swarm in this network, if no peers are named (mDNS; default: on)"
@@ -117,11 +118,11 @@ def ways_with_model(invite: str) -> tuple[str, str]:
     )
 
 
-def invited_from(peers: Sequence[str]) -> str:
-    """A line for the maker of an invite that leads to `peers`, if not everybody can dial these; "" otherwise."""
-    from llmnode.core.peers.invited import DialledFrom, widest
+def invited_from(reach: DialledFrom) -> str:
+    """A line for the maker of an invite whose peers have this `reach`, if not everybody can dial them; "" otherwise."""
+    from llmnode.core.peers.invited import DialledFrom
 
-    match widest(peers):
+    match reach:
         case DialledFrom.INTERNET:
             return ""
         case DialledFrom.NETWORK:
@@ -134,6 +135,8 @@ def invited_from(peers: Sequence[str]) -> str:
                 "this invite is of use on this machine alone, where its peers are: for others, start them with "
                 "--listen /ip4/0.0.0.0/tcp/4001"
             )
+        case DialledFrom.NOWHERE:
+            return "this invite is of no use: nobody can dial the addresses of its peers"
 
 
 def private_invite(key: object, peers: Sequence[str], model: str | None = None) -> str:

@@ -91,10 +91,10 @@ async def _relay(arguments: argparse.Namespace, to: Invite) -> None:
 
 
 def _ready(network: Libp2pNetwork, arguments: argparse.Namespace, *, is_private: bool) -> None:
-    from llmnode.core.peers.invited import choose_invited
+    from llmnode.core.peers.invited import Candidate, choose_invited, widest
     from llmnode.net.invite import Invite, write_invite
 
-    peers = choose_invited([network.addresses])
+    peers = choose_invited([Candidate(network.addresses)])
     invite = None if is_private or not peers else write_invite(Invite(peers))
     if arguments.json:
         event = {
@@ -114,5 +114,5 @@ def _ready(network: Libp2pNetwork, arguments: argparse.Namespace, *, is_private:
         show("an invite that names the model, too: llmnode invite")
     elif peers:
         show(private_invite(arguments.swarm_key, peers))
-    if told := invited_from(peers):
+    if told := invited_from(widest(peers)):
         tell(told)

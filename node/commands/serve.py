@@ -252,21 +252,20 @@ def _left(sessions: int) -> str:
 
 def _invite(node: RunningNode) -> Invite | None:
     """An invite for others; None for a private swarm, since its key belongs in no log, and for a node that announces
-    no address. It names no model of which only this machine has the files.
+    no address where others could be. It names no model of which only this machine has the files.
     """
-    from llmnode.core.peers.invited import choose_invited
+    from llmnode.core.peers.invited import Candidate, choose_invited
     from llmnode.models.names import name_elsewhere
     from llmnode.net.invite import Invite
 
-    if node.is_private or not node.addresses:
+    if node.is_private or not (peers := choose_invited([Candidate(node.addresses)])):
         return None
-    model = name_elsewhere(node.model.name, node.model.digest)
-    return Invite(choose_invited([node.addresses]), model=model)
+    return Invite(peers, model=name_elsewhere(node.model.name, node.model.digest))
 
 
 def _ready(node: RunningNode, key: object = None) -> None:
     """`key` is that of its swarm, as it was given: a file or an invite."""
-    from llmnode.core.peers.invited import choose_invited
+    from llmnode.core.peers.invited import Candidate, choose_invited
     from llmnode.models.names import name_elsewhere
     from llmnode.net.invite import write_invite
 
@@ -274,8 +273,8 @@ def _ready(node: RunningNode, key: object = None) -> None:
     show(printable(f"ready: blocks {node.span} of {node.model.name} at {' '.join(node.addresses)}{behind}"))
     for each in node.server.own_adapters:
         show(f"adapter {each.name}: rank {each.rank}, digest {each.digest.hex()}")
-    if node.is_private and node.addresses:
-        show(private_invite(key, choose_invited([node.addresses]), name_elsewhere(node.model.name, node.model.digest)))
+    if node.is_private and (peers := choose_invited([Candidate(node.addresses)])):
+        show(private_invite(key, peers, name_elsewhere(node.model.name, node.model.digest)))
     if (invite := _invite(node)) is None:
         return
     if invite.model is not None:

@@ -16,6 +16,7 @@ import trio
 
 from llmnode.core.announcement import PeerState
 from llmnode.core.peers.dial_gate import scope_of
+from llmnode.core.peers.invited import DialledFrom, widest
 from llmnode.errors import ConfigError
 from llmnode.models.names import EMBEDDED_MODEL
 from llmnode.net.addresses import LISTEN_ANY_LOOPBACK, own_ips
@@ -27,7 +28,7 @@ from llmnode.node.cli import main
 from llmnode.node.commands import relay
 from llmnode.node.commands.invite import _model_of
 from llmnode.node.commands.joining import invited_from, private_invite
-from llmnode.node.inviting import FORMER, HERE, Found, ServedModel
+from llmnode.node.inviting import FORMER, HERE, NEARBY, Found, ServedModel
 from llmnode.node.settings import NO_OPTIONS
 from llmnode.swarm import former_peers
 from llmnode.swarm.former_peers import FormerPeers
@@ -77,7 +78,7 @@ async def test_a_server_on_this_machine_is_found_and_named_with_its_swarm() -> N
         await until_online(second)
         async with noted(second.network):
             found = await inviting._find(None, lines.append, mdns=False)
-        assert found == Found((*second.addresses, *first.addresses), EXACT), "the own one first"
+        assert found == Found((*second.addresses, *first.addresses), EXACT, DialledFrom.MACHINE), "the own one first"
         assert await inviting._find(None, lines.append, mdns=False) is None
     assert lines == [f"found {HERE}: 2 servers of exact (blocks [0, 3), [3, 6))"]
 
@@ -87,7 +88,7 @@ async def test_a_relay_of_a_private_swarm_is_found_by_its_key_alone(tmp_path: Pa
     key, lines = make_key(tmp_path / "swarm.key"), list[str]()
     async with open_relay([LISTEN_ANY_LOOPBACK], [], Invite((), key), None) as network, noted(network, key):
         found = await inviting._find(key, lines.append, mdns=True)
-        assert found == Found(tuple(network.addresses), ())
+        assert found == Found(tuple(network.addresses), (), DialledFrom.MACHINE)
         assert await inviting._find(None, lines.append, mdns=False) is None
         assert await inviting._find(b"another".ljust(32), lines.append, mdns=True) is None, "and no mDNS is used"
     assert lines == [f"found {HERE}: 1 peer, and no server that answers"]
@@ -107,7 +108,7 @@ async def test_peers_of_a_former_run_are_found_by_the_key_and_dead_ones_are_pass
         FormerPeers([PEER.format("127.0.0.1") + "x"], None).write([dead], now_s)
         FormerPeers([PEER.format("127.0.0.1")], b"k" * 32).write([dead], now_s)
         found = await inviting._find(None, lines.append, mdns=False)
-        assert found == Found(tuple(server.addresses), EXACT)
+        assert found == Found(tuple(server.addresses), EXACT, DialledFrom.MACHINE)
         assert await inviting._find(b"k" * 32, lines.append, mdns=False) is None, "another swarm"
     assert lines == [f"found {FORMER}: 1 server of exact (blocks [0, 6))"]
 
@@ -123,10 +124,22 @@ async def test_peers_that_others_can_dial_go_before_a_server_of_this_machine_alo
         await until_online(other)
         FormerPeers([PEER.format(lan)], None).write([other.addresses], time.time())
         found = await inviting._find(None, lines.append, mdns=False)
-        assert found == Found(tuple(other.addresses), EXACT)
+        assert found == Found(tuple(other.addresses), EXACT, DialledFrom.NETWORK)
         async with noted(other.network):
             assert await inviting._find(None, lines.append, mdns=False) == found
     assert [line.partition(":")[0] for line in lines] == [f"found {HERE}", f"found {FORMER}", f"found {HERE}"]
+
+
+@in_trio
+async def test_a_stranger_is_named_where_it_answered_before_all_that_it_announces() -> None:
+    claims = [f"/ip4/8.8.{number}.8/tcp/4001" for number in range(4)]
+    async with exact_node(announce=claims) as stranger:
+        await until_online(stranger)
+        (real,), announces = stranger.listening, tuple(stranger.addresses)
+        way = inviting._Way(NEARBY, [[real]], is_near=True)
+        found = await inviting._try(way, None, lambda _: None)
+        assert found is not None and found.peers == (real, *announces)
+        assert found.reach is DialledFrom.MACHINE, "the rest is only claimed"
 
 
 def said(capsys: pytest.CaptureFixture[str]) -> tuple[str, list[str]]:
@@ -171,7 +184,7 @@ def test_it_is_said_where_an_invite_is_of_use(host: str, words: str, capsys: pyt
     assert main(["invite", "--peers", PEER.format(host)]) == 0
     out, lines = said(capsys)
     assert read_invite(out).peers == (PEER.format(host),)
-    assert bool(words) == bool(lines) == bool(invited_from([PEER.format(host)]))
+    assert bool(words) == bool(lines) == bool(invited_from(widest([PEER.format(host)])))
     assert not words or words in lines[0]
 
 
