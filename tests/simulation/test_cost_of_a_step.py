@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 PLACE = Path(llmnode.__file__).parent
 STEPS = 20
 MOST_CALLS = 1190
-"""Our functions are called 1,176 times for a decode through three servers, and shortcuts save 30 calls or more each.
+"""Our functions are called 1,189 times for a decode through three servers, and shortcuts save 30 calls or more each.
 Lower it when you have saved some. If something new needs more, measure what it costs: `tests/bench/run checkouts`."""
 
 

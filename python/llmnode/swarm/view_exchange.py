@@ -95,7 +95,7 @@ class ViewExchange:
     policy: SwarmPolicy
     now_ms: Callable[[], int]
     verify: Verify
-    _in_version_1: dict[PeerId, tuple[SignedBody, _OldForm | None]] = field(default_factory=dict)
+    _old_forms: dict[PeerId, tuple[SignedBody, _OldForm | None]] = field(default_factory=dict)
     """Signed bodies, and their forms for peers of protocol 1: to make and to verify one takes a quarter of a ms."""
 
     async def ask(self, connection: PeerConnection, believe: Believe) -> Told:
@@ -116,9 +116,13 @@ class ViewExchange:
             raise error.blame(connection.peer) from None
 
     async def _ask_by_sequences(self, connection: PeerConnection, believe: Believe) -> Told:
-        ours = await self._readable(connection.version, self.view.newer_than({}))
-        sequences = pack_sequences({peer: sequence for peer, sequence, _ in ours})
-        answer, ahead_ms = await self._ask(connection, FrameType.VIEW, sequences, FrameType.NEWS, self._until_s())
+        if connection.version == version_1.VERSION:
+            old_forms = await self._in_version_1(self.view.newer_than({}), {})
+            ours = {peer: sequence for peer, sequence, _ in old_forms}
+        else:  # or the version is not known yet
+            ours = self.view.sequences()
+        packed = pack_sequences(ours)
+        answer, ahead_ms = await self._ask(connection, FrameType.VIEW, packed, FrameType.NEWS, self._until_s())
         news = await with_pauses(unpack_news(answer.payload, self.policy))
         await believe(news)
         return Told(ahead_ms, news.wanted)
@@ -195,36 +199,33 @@ class ViewExchange:
         self, version: int | None, announcements: Iterable[SignedAnnouncement], theirs: Mapping[PeerId, int] = NOTHING
     ) -> list[SignedBody]:
         """Those of `announcements` that a peer of this version can read, without the older forms that it has."""
-        return [form for _, _, form in await self._readable(version, announcements, theirs)]
-
-    async def _readable(
-        self, version: int | None, announcements: Iterable[SignedAnnouncement], theirs: Mapping[PeerId, int] = NOTHING
-    ) -> list[tuple[PeerId, int, SignedBody]]:
-        """The forms that a peer of this version reads, with their peers and sequence numbers, without those it has.
-
-        If the version is not known yet, they are the newest.
-        """
         if version != version_1.VERSION:
-            return [(each.announcement.peer, each.announcement.sequence, each.signed) for each in announcements]
+            return [each.signed for each in announcements]
+        return [form for _, _, form in await self._in_version_1(announcements, theirs)]
+
+    async def _in_version_1(
+        self, announcements: Iterable[SignedAnnouncement], theirs: Mapping[PeerId, int]
+    ) -> list[tuple[PeerId, int, SignedBody]]:
+        """The forms that a peer of protocol 1 lacks, with their peers and sequence numbers."""
         readable = []
         for number, each in enumerate(announcements, 1):
-            peer, old = each.announcement.peer, self._form_in_version_1(each)
+            peer, old = each.announcement.peer, self._old_form(each)
             if old is not None and old.sequence > theirs.get(peer, -1) and old.is_good(peer, self.verify):
                 readable.append((peer, old.sequence, old.form))
             if number % READ_AT_ONCE == 0:
                 await trio.lowlevel.checkpoint()
         return readable
 
-    def _form_in_version_1(self, announcement: SignedAnnouncement) -> _OldForm | None:
+    def _old_form(self, announcement: SignedAnnouncement) -> _OldForm | None:
         peer, signed = announcement.announcement.peer, announcement.signed
-        if (made := self._in_version_1.get(peer)) is None or made[0] != signed:
-            self._in_version_1.pop(peer, None)
-            if len(self._in_version_1) >= self.policy.view_peers:
-                del self._in_version_1[next(iter(self._in_version_1))]  # the oldest
+        if (made := self._old_forms.get(peer)) is None or made[0] != signed:
+            self._old_forms.pop(peer, None)
+            if len(self._old_forms) >= self.policy.view_peers:
+                del self._old_forms[next(iter(self._old_forms))]  # the oldest
             old = None
             if (form := form_in_version_1(announcement)) is not None:
                 old = _OldForm(form, version_1.sequence_of(announcement, form), True if form == signed else None)
-            made = self._in_version_1[peer] = (signed, old)
+            made = self._old_forms[peer] = (signed, old)
         return made[1]
 
 
