@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING
 from llmnode.core.announcement import PeerState
 from llmnode.core.ids import PeerId
 from llmnode.core.peers.invited import Candidate, DialledFrom, candidate, choose_invited, reach_of, widest
-from llmnode.core.peers.whereabouts import in_turns
+from llmnode.core.peers.whereabouts import in_turns, votes
 from llmnode.core.policy import JoinPolicy, LinkPolicy
 from llmnode.errors import ConfigError, PeerError, single_error
 from llmnode.models.names import name_elsewhere
@@ -23,7 +22,7 @@ from llmnode.swarm.found_nearby import describe, find_nearby
 from llmnode.swarm.own_nodes import running_nodes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from llmnode.core.announcement import Announcement
     from llmnode.swarm.membership import Swarm
@@ -39,10 +38,14 @@ GIVE = "give --peers ADDRESS, as `llmnode serve` or `llmnode relay` prints it"
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model of servers that have answered. `elsewhere` is its name for other machines; None if they have no files."""
+    """A model of servers that have answered, from this number of address groups. `elsewhere` is its name for other
+    machines; None if they have no files. It `is_ours` if the own node serves it, or else a peer that its user named.
+    """
 
     name: str
     elsewhere: str | None
+    groups: int = 1
+    is_ours: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,20 +139,42 @@ async def _look(way: _Way, pool: ConnectionPool, swarm: Swarm, report: Callable[
         named.setdefault(each.peer, candidate(each.addresses, connected.get(each.peer)))
     if way.where != NEARBY:  # which has said it
         report(f"found {way.where}: {describe(reached) if reached else _relays(len(named))}")
-    return Found(choose_invited(named.values()), _models(reached), reach_of(named.values()))
+    ours = _ours(way, connected.keys() & announced.keys())
+    servers = [each for each in announced.values() if each.peer in answers or each.peer in ours]
+    return Found(choose_invited(named.values()), _models(servers, swarm.met_in(), ours), reach_of(named.values()))
 
 
 def _relays(number: int) -> str:
     return f"{number} peer{'s' * (number != 1)}, and no server that answers"
 
 
-def _models(reached: Sequence[Announcement]) -> tuple[ServedModel, ...]:
-    """Each by the name that most of its servers give it."""
-    names: dict[bytes, Counter[str]] = {}
-    for each in reached:
-        names.setdefault(each.offer.profile.model_digest, Counter())[each.offer.model] += 1
-    found = [(of.most_common(1)[0][0], digest) for digest, of in names.items()]
-    return tuple(ServedModel(name, _elsewhere(name, digest)) for name, digest in sorted(found))
+def _ours(way: _Way, serving: Collection[PeerId]) -> list[PeerId]:
+    """The peers whose word on the model counts before that of others: the own node if it serves, else those that its
+    user named.
+    """
+    if way.is_near:
+        return []
+    own, *named = [PeerId(peer_of(each[0])) for each in way.peers]
+    return [own] if own in serving else [each for each in named if each in serving]
+
+
+def _models(
+    servers: Sequence[Announcement], met: Mapping[PeerId, str], ours: Collection[PeerId]
+) -> tuple[ServedModel, ...]:
+    """Those of our peers first, and then those in most address groups. Each has the name that most groups give it."""
+    by_digest: dict[bytes, list[Announcement]] = {}
+    for each in servers:
+        by_digest.setdefault(each.offer.profile.model_digest, []).append(each)
+    found: list[ServedModel] = []
+    for digest, of in by_digest.items():
+        own = [each for each in of if each.peer in ours]
+        named_by: dict[str, set[PeerId]] = {}
+        for each in own or of:
+            named_by.setdefault(each.offer.model, set()).add(each.peer)
+        name = max(sorted(named_by), key=lambda name: len(votes(named_by[name], met)))
+        groups = len(votes((each.peer for each in of), met))
+        found.append(ServedModel(name, _elsewhere(name, digest), groups, bool(own)))
+    return tuple(sorted(found, key=lambda each: (not each.is_ours, -each.groups, each.name)))
 
 
 def _elsewhere(name: str, digest: bytes) -> str | None:

@@ -55,8 +55,9 @@ def add(commands: Commands) -> None:
         "--model",
         type=model,
         metavar="NAME",
-        help="the model of the swarm: org/name or org/name@revision on the Hugging Face hub (default: the one that "
-        "servers have which were found, and none with --peers. For an invite without a model, chat and generate take "
+        help="the model of the swarm: org/name or org/name@revision on the Hugging Face hub (default: that of a "
+        "node on this machine, else the only one of the servers that were found, and none with --peers. For an invite "
+        "without a model, chat and generate take "
         "--model MODEL INVITE, and serve takes MODEL --swarm-key INVITE; without a MODEL they use the embedded one)",
     )
     parser.add_argument(
@@ -143,26 +144,38 @@ def _of_peers(peers: Sequence[str], key: bytes | None, named: str | None) -> Inv
 
 
 def _model_of(asked: str | None, served: Sequence[ServedModel]) -> str | None:
-    """The name of the model for the invite, by what is `served` where it leads. Raises ConfigError if that leaves a
-    choice.
+    """The name of the model for the invite, by what is `served` where it leads; None if that leaves a choice.
+
+    Any server can say that it has any model. So no server's word keeps the user from an invite.
     """
     if asked is not None:
-        ours = [each.elsewhere for each in served if asked in (each.name, each.elsewhere) and each.elsewhere]
-        named = ours[0] if len(ours) == 1 else _name_elsewhere(asked)
+        names = [each.elsewhere for each in served if asked in (each.name, each.elsewhere) and each.elsewhere]
+        named = names[0] if len(names) == 1 else _name_elsewhere(asked)
         if served and named not in [each.elsewhere for each in served]:
             say(f"no server that answers has {named}: {_listed(served)}")
         return named
-    if len(served) > 1:
-        raise ConfigError(f"the servers have several models: {_listed(served)}; name one with --model")
+    ours = [each for each in served if each.is_ours]
     if not served:
         return None
-    (only,) = served
-    if only.elsewhere is None:
+    if len(ours or served) > 1:
+        say(f"it names no model, since the servers have several: {_listed(served)}; to name one: --model")
+        return None
+    chosen, *others = served  # ours is the first
+    if chosen.elsewhere is None:
         ways = "; ".join(ways_with_model("INVITE"))
-        say(f"its servers have {only.name} in files, which those whom you invite need too; {ways}")
+        say(f"its servers have {chosen.name} in files, which those whom you invite need too; {ways}")
+        return None
+    if others:
+        own = f"it names the model of your own servers, {chosen.elsewhere}"
+        say(f"{own}; others have {_listed(others)}; to name one of these: --model")
+    elif ours or chosen.groups > 1:
+        say(f"it names the model that the servers have, {chosen.elsewhere}; for another one: --model")
     else:
-        say(f"it names the model that the servers have, {only.elsewhere}; for another one: --model")
-    return only.elsewhere
+        say(
+            f"it names a model of which strangers at one address alone say that they serve it, {chosen.elsewhere}: all "
+            "whom you invite download that; for another one: --model"
+        )
+    return chosen.elsewhere
 
 
 def _listed(served: Sequence[ServedModel]) -> str:

@@ -9,15 +9,18 @@ import sys
 import time
 from argparse import Namespace
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 import trio
 
-from llmnode.core.announcement import PeerState
+from llmnode.core.announcement import Announcement, Offer, PeerState
+from llmnode.core.ids import PeerId
+from llmnode.core.model import Precision, Profile
 from llmnode.core.peers.dial_gate import scope_of
 from llmnode.core.peers.invited import DialledFrom, widest
-from llmnode.errors import ConfigError
+from llmnode.core.span import Span
 from llmnode.models.names import EMBEDDED_MODEL
 from llmnode.net.addresses import LISTEN_ANY_LOOPBACK, own_ips
 from llmnode.net.invite import Invite, read_invite, write_invite
@@ -45,6 +48,7 @@ if TYPE_CHECKING:
 
 PEER = "/ip4/{}/tcp/1/p2p/12D3KooWHatDJpvRfD7CvXhA3hg2Pc115M26JP2Zph8nShom4ESy"
 EXACT = (ServedModel("exact", None),)
+OUR_EXACT = (ServedModel("exact", None, is_ours=True),)
 ONE, OTHER = ServedModel("org/one", "org/one@" + "a" * 40), ServedModel("org/other", "org/other@" + "b" * 40)
 
 
@@ -78,7 +82,8 @@ async def test_a_server_on_this_machine_is_found_and_named_with_its_swarm() -> N
         await until_online(second)
         async with noted(second.network):
             found = await inviting._find(None, lines.append, mdns=False)
-        assert found == Found((*second.addresses, *first.addresses), EXACT, DialledFrom.MACHINE), "the own one first"
+        peers = (*second.addresses, *first.addresses)
+        assert found == Found(peers, OUR_EXACT, DialledFrom.MACHINE), "the own one first"
         assert await inviting._find(None, lines.append, mdns=False) is None
     assert lines == [f"found {HERE}: 2 servers of exact (blocks [0, 3), [3, 6))"]
 
@@ -126,7 +131,7 @@ async def test_peers_that_others_can_dial_go_before_a_server_of_this_machine_alo
         found = await inviting._find(None, lines.append, mdns=False)
         assert found == Found(tuple(other.addresses), EXACT, DialledFrom.NETWORK)
         async with noted(other.network):
-            assert await inviting._find(None, lines.append, mdns=False) == found
+            assert await inviting._find(None, lines.append, mdns=False) == replace(found, models=OUR_EXACT)
     assert [line.partition(":")[0] for line in lines] == [f"found {HERE}", f"found {FORMER}", f"found {HERE}"]
 
 
@@ -190,10 +195,16 @@ def test_it_is_said_where_an_invite_is_of_use(host: str, words: str, capsys: pyt
 
 def test_the_only_model_is_named_and_one_of_several_has_to_be(capsys: pytest.CaptureFixture[str]) -> None:
     assert _model_of(None, []) is None
+    for one in (replace(ONE, is_ours=True), replace(ONE, groups=2)):
+        assert _model_of(None, [one]) == ONE.elsewhere
+        assert f"it names the model that the servers have, {ONE.elsewhere}" in said(capsys)[1][0]
     assert _model_of(None, [ONE]) == ONE.elsewhere
-    assert f"it names the model that the servers have, {ONE.elsewhere}" in said(capsys)[1][0]
-    with pytest.raises(ConfigError, match=f"several models: {ONE.elsewhere}, {OTHER.elsewhere}; name one with --model"):
-        _model_of(None, [ONE, OTHER])
+    assert f"strangers at one address alone say that they serve it, {ONE.elsewhere}" in said(capsys)[1][0]
+    assert _model_of(None, [ONE, OTHER]) is None, "no stranger keeps the user from an invite"
+    assert f"several: {ONE.elsewhere}, {OTHER.elsewhere}; to name one: --model" in said(capsys)[1][0]
+    assert _model_of(None, [replace(ONE, is_ours=True), replace(OTHER, groups=9)]) == ONE.elsewhere
+    assert f"it names the model of your own servers, {ONE.elsewhere}; " in (line := said(capsys)[1][0])
+    assert f"others have {OTHER.elsewhere}; to name one" in line
     for asked in ("org/other", OTHER.elsewhere):
         assert _model_of(asked, [ONE, OTHER]) == OTHER.elsewhere, "in the revision that is served"
     assert _model_of(None, EXACT) is None
@@ -207,6 +218,34 @@ def test_a_model_that_nobody_there_serves_is_named_with_a_warning(
     assert _model_of("org/third", [ONE]) == "org/third"
     assert f"no server that answers has org/third: {ONE.elsewhere}" in said(capsys)[1][0]
     assert _model_of("org/third", []) == "org/third" and not said(capsys)[1], "a relay has none"
+
+
+def announcement(peer: str, digest: bytes, model: str) -> Announcement:
+    offer = Offer(model, Profile(digest, Precision()), 1, Span(0, 1), PeerState.ONLINE, 1, 1, 1)
+    return Announcement(PeerId(peer), (), 1, 1, "", offer)
+
+
+def test_the_model_of_the_own_node_goes_first_and_identities_at_one_address_count_once() -> None:
+    own, good = hub_digest(b"a"), hub_digest(b"b")
+    served = [announcement("own", own, "org/own")]
+    served += [announcement(f"good{number}", good, "org/good") for number in range(2)]
+    evil = [announcement(f"evil{number}", good, "evil/good") for number in range(9)]
+    evil += [announcement(f"worse{number}", hub_digest(b"c"), "evil/worse") for number in range(9)]
+    met = {each.peer: "evil" for each in evil} | {each.peer: each.peer for each in served}
+    models = inviting._models([*evil, *served], met, [PeerId("own")])
+    assert [(each.name, each.groups, each.is_ours) for each in models] == [
+        ("org/own", 1, True),
+        ("org/good", 3, False),
+        ("evil/worse", 1, False),
+    ]
+    way = inviting._Way(HERE, [["/x/p2p/own"], ["/x/p2p/named"]], is_near=False)
+    assert inviting._ours(way, {PeerId("own"), PeerId("named")}) == ["own"]
+    assert inviting._ours(way, {PeerId("named"), PeerId("other")}) == ["named"], "the own one is a relay"
+    assert not inviting._ours(replace(way, is_near=True), {PeerId("own")})
+
+
+def hub_digest(letter: bytes) -> bytes:
+    return bytes([0xF2]) + bytes(11) + letter * 20
 
 
 def test_a_name_that_an_invite_cannot_have_is_none() -> None:
