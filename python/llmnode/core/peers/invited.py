@@ -97,7 +97,8 @@ def choose_invited(peers: Iterable[Candidate]) -> tuple[str, ...]:
     They are of at most MOST_PEERS peers, of different address groups first. The best peer of our user is the first.
     Others follow by how far they are known to be dialled from, and those that need no relay go before the others. A
     second address of a peer comes after the first one of each: an address of a container's network may be among them.
-    Addresses that only the peer's own machine can dial are left out, unless nothing else is known.
+    Addresses that only the peer's own machine can dial are left out, unless nothing else is known. So are those in
+    private networks if the internet dials the peer itself: they tell strangers what is in these networks.
     """
     several = list(peers)
     most = DialledFrom.MACHINE if reach_of(several) is DialledFrom.MACHINE else DialledFrom.NETWORK
@@ -121,7 +122,21 @@ def _within(peer: Candidate, most: DialledFrom) -> Candidate:
     known = sorted((each for each in dict.fromkeys(peer.known) if dialled_from(each) <= most), key=_cost)
     others = (each for each in dict.fromkeys(peer.claims) if each not in known)
     claims = sorted((each for each in others if dialled_from(each) <= DialledFrom.NETWORK), key=_cost)
-    return Candidate(known, claims, peer.is_ours)
+    public = [each for each in known if dialled_from(each) is DialledFrom.INTERNET and _CIRCUIT not in each]
+    return Candidate(_without_private(known, public), _without_private(claims, public), peer.is_ours)
+
+
+def _without_private(addresses: Sequence[str], public: Sequence[str]) -> list[str]:
+    """Without those in private networks which the `public` addresses of the same peer make needless.
+
+    A peer that is private over IPv4 and public over IPv6 is behind a NAT: its network needs the address of IPv4.
+    """
+    over_4 = [each for each in public if not each.startswith("/ip6/")]
+    return [
+        each
+        for each in addresses
+        if dialled_from(each) is not DialledFrom.NETWORK or not (public if each.startswith("/ip6/") else over_4)
+    ]
 
 
 def _in_order(peer: Candidate) -> list[str]:

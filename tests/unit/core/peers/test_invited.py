@@ -107,7 +107,7 @@ def test_an_address_that_nobody_can_dial_is_never_named() -> None:
 
 def test_no_stranger_keeps_the_own_node_or_those_of_its_network_out_of_an_invite() -> None:
     own, other, evil = at("192.168.1.5", "own"), at("192.168.1.6", "b"), [at("8.8.8.8", "e"), at("x.local", "e")]
-    assert choose_invited([ours(own), known(other), known(*evil)]) == (own, evil[0], other, evil[1])
+    assert choose_invited([ours(own), known(other), known(*evil)]) == (own, evil[0], other)
     for claims in (evil, evil[:1], evil[1:]):
         assert choose_invited([ours(own), known(other), Candidate([], claims)]) == (own, other, *claims)
         assert reach_of([ours(own), known(other), Candidate([], claims)]) is DialledFrom.NETWORK
@@ -126,8 +126,18 @@ def test_the_address_where_a_stranger_is_met_goes_before_all_that_it_claims() ->
 
 
 def test_a_peer_that_the_internet_dials_goes_before_those_of_one_network() -> None:
-    both = [at(HOME, "a"), at(FAR, "a")]
-    assert choose_invited([known(at(HOME, "b")), known(*both)]) == (at(FAR, "a"), at(HOME, "b"), at(HOME, "a"))
+    assert choose_invited([known(at(HOME, "b")), known(at(FAR, "a"))]) == (at(FAR, "a"), at(HOME, "b"))
+
+
+def test_an_invite_tells_no_private_address_of_a_peer_that_the_internet_dials() -> None:
+    private = [at(host, "a") for host in (HOME, DOCKER, "fd77::1", "x.local")]
+    far, far_6 = at(FAR, "a"), at("2a00:1450::1", "a")
+    assert choose_invited([known(*private, far)]) == (far,) == choose_invited([Candidate([far], private)])
+    assert choose_invited([known(*private, far_6)]) == (far_6, at(HOME, "a"), at(DOCKER, "a"), at("x.local", "a")), (
+        "behind a NAT over IPv4: its network needs these"
+    )
+    assert choose_invited([known(*private[:2], through(FAR, "a"))]) == (through(FAR, "a"), *private[:2])
+    assert choose_invited([Candidate(private[:2], [far])]) == (*private[:2], far), "which is only claimed"
 
 
 def test_peers_of_other_groups_go_first_and_their_neighbours_after_them() -> None:
@@ -174,6 +184,11 @@ def test_whatever_strangers_claim_an_invite_names_few_and_keeps_those_that_are_k
         most = DialledFrom.MACHINE
     assert all(dialled_from(each) <= most for each in chosen)
     there = [[one for one in each.known if dialled_from(one) <= most] for each in peers]
+    for each in there:
+        if any(claimed_group(one) == claimed_group(at(FAR, "a")) for one in each):
+            assert not any(
+                dialled_from(one) is DialledFrom.NETWORK for one in chosen if peer_in(one) == peer_in(each[0])
+            )
     for each, names in by_peer.items():
         known_ones = there[int(each.removeprefix("peer"))]
         assert not known_ones or names[0] in known_ones, "what is known goes before what is claimed"
