@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from llmnode.node.inviting import ServedModel
 
 ALONE = "no node runs on this machine, no peer of a former run answers"
+IN_FILE = "FILE_WITH_INVITE"
+"""How commands are given an invite with a key: on a command line it would stand in the list of processes."""
 NO_MDNS = "and mDNS is switched off"
 NOT_NEARBY = "and mDNS finds none in this network"
 
@@ -40,7 +42,8 @@ def add(commands: Commands) -> None:
         "  llmnode invite --swarm-key swarm.key                     (makes the key, if there is none)\n"
         "  llmnode relay --swarm-key swarm.key --listen /ip4/0.0.0.0/tcp/4001\n"
         "  llmnode invite --swarm-key swarm.key                     (on the same machine, while the relay runs)\n"
-        "  llmnode invite --swarm-key swarm.key --peers ADDRESS     (elsewhere, as the relay printed it)",
+        "  llmnode invite --swarm-key swarm.key --peers ADDRESS     (elsewhere, as the relay printed it)\n"
+        "  llmnode chat FILE                                        (on other machines: a file with the invite)",
     )
     parser.add_argument(
         "--peers",
@@ -81,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     is_new = file is not None and not file.exists()
     if file is not None and is_new:
         # All that could fail comes before: a key that was made would be there the next time.
-        named = None if arguments.model is None else _name_elsewhere(arguments.model)
+        named = None if arguments.model is None else _name_elsewhere(arguments.model, IN_FILE)
         found, reach = _of_peers(arguments.peers, make_key(file), named), widest(arguments.peers)
         say(f"made the key of a new swarm, {file}")
     else:
@@ -93,6 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
         say(told)
     if found.key is not None:
         say("whoever has this can join: send it to members alone, over what nobody else reads")
+        say("give commands a file with it: what is on a command line stands in the list of processes")
     if arguments.json:
         answer = {"invite": invite, "swarm_key": file and str(file), "peers": found.peers, "model": found.model}
         show_json(answer)
@@ -119,8 +123,9 @@ def _found(arguments: argparse.Namespace, key: bytes | None) -> tuple[Invite, Di
     from llmnode.core.peers.invited import DialledFrom, widest
 
     asked: str | None = arguments.model
+    form = "INVITE" if key is None else IN_FILE
     if arguments.peers:
-        named = None if asked is None else _name_elsewhere(asked)
+        named = None if asked is None else _name_elsewhere(asked, form)
         return _of_peers(arguments.peers, key, named), widest(arguments.peers)
     from llmnode.node.inviting import GIVE, find_invited
 
@@ -132,9 +137,9 @@ def _found(arguments: argparse.Namespace, key: bytes | None) -> tuple[Invite, Di
             f"or {GIVE}"
         )
     if found is None:
-        return _of_peers((), key, _model_of(asked, ())), DialledFrom.NOWHERE
+        return _of_peers((), key, _model_of(asked, (), form)), DialledFrom.NOWHERE
     say(f"the invite names {' '.join(found.peers)}")
-    return _of_peers(found.peers, key, _model_of(asked, found.models)), found.reach
+    return _of_peers(found.peers, key, _model_of(asked, found.models, form)), found.reach
 
 
 def _of_peers(peers: Sequence[str], key: bytes | None, named: str | None) -> Invite:
@@ -143,14 +148,15 @@ def _of_peers(peers: Sequence[str], key: bytes | None, named: str | None) -> Inv
     return Invite(tuple(peers), key, named)
 
 
-def _model_of(asked: str | None, served: Sequence[ServedModel]) -> str | None:
+def _model_of(asked: str | None, served: Sequence[ServedModel], form: str) -> str | None:
     """The name of the model for the invite, by what is `served` where it leads; None if that leaves a choice.
 
-    Any server can say that it has any model. So no server's word keeps the user from an invite.
+    Any server can say that it has any model. So no server's word keeps the user from an invite. Commands are to
+    be given the invite in this `form`.
     """
     if asked is not None:
         names = [each.elsewhere for each in served if asked in (each.name, each.elsewhere) and each.elsewhere]
-        named = names[0] if len(names) == 1 else _name_elsewhere(asked)
+        named = names[0] if len(names) == 1 else _name_elsewhere(asked, form)
         if served and named not in [each.elsewhere for each in served]:
             say(f"no server that answers has {named}: {_listed(served)}")
         return named
@@ -162,7 +168,7 @@ def _model_of(asked: str | None, served: Sequence[ServedModel]) -> str | None:
         return None
     chosen, *others = served  # ours is the first
     if chosen.elsewhere is None:
-        ways = "; ".join(ways_with_model("INVITE"))
+        ways = "; ".join(ways_with_model(form))
         say(f"its servers have {chosen.name} in files, which those whom you invite need too; {ways}")
         return None
     if others:
@@ -182,7 +188,7 @@ def _listed(served: Sequence[ServedModel]) -> str:
     return ", ".join(each.elsewhere or f"{each.name} (in files)" for each in served)
 
 
-def _name_elsewhere(asked: str) -> str:
+def _name_elsewhere(asked: str, form: str) -> str:
     """The name of the model for other machines. Raises ConfigError if they cannot have it by a name."""
     from llmnode.models.names import name_elsewhere
     from llmnode.models.open_model import open_model
@@ -191,7 +197,7 @@ def _name_elsewhere(asked: str) -> str:
     if (name := name_elsewhere(folder.name, folder.digest)) is None:
         raise ConfigError(
             f"--model {asked}: only this machine has these files: leave it out, and give the files to those whom you "
-            f"invite; {'; '.join(ways_with_model('INVITE'))}"
+            f"invite; {'; '.join(ways_with_model(form))}"
         )
     return name
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from llmnode.core.peers.invited import DialledFrom
     from llmnode.net.invite import Invite
 
+PORT = 4001
+"""The one that help texts suggest."""
 FIND = "find a public swarm in this network, if no peers are named (mDNS; default: on)"
 
 
@@ -111,7 +113,10 @@ def _entry(arguments: argparse.Namespace, dest: str, invite: str | None) -> Invi
 
 
 def ways_with_model(invite: str) -> tuple[str, str]:
-    """How to use and how to join a swarm by an `invite` without a model, as lines for its reader."""
+    """How to use and how to join a swarm by an `invite` without a model, as lines for its reader.
+
+    An invite with a key is to be in a file: what is on a command line stands in the list of processes.
+    """
     return (
         f"to use it: llmnode chat --model MODEL {invite}",
         f"to join it: llmnode serve MODEL --swarm-key {invite}",
@@ -128,15 +133,23 @@ def invited_from(reach: DialledFrom) -> str:
         case DialledFrom.NETWORK:
             return (
                 "this invite is of use in the private network of its peers alone: for others, start them with "
-                "--announce ADDRESS, where they are reached from outside"
+                "--announce ADDRESS, where they are reached from outside, or servers behind a NAT with --relay ADDRESS"
             )
         case DialledFrom.MACHINE:
             return (
                 "this invite is of use on this machine alone, where its peers are: for others, start them with "
-                "--listen /ip4/0.0.0.0/tcp/4001"
+                + _everywhere()
             )
         case DialledFrom.NOWHERE:
             return "this invite is of no use: nobody can dial the addresses of its peers"
+
+
+def _everywhere() -> str:
+    """The options to listen at every interface: over IPv6, too, where this machine may be reached so."""
+    from llmnode.net.listeners import listenable_ips
+    from llmnode.node.listening import everywhere
+
+    return " ".join(f"--listen {each.removesuffix('/0')}/{PORT}" for each in everywhere(listenable_ips()))
 
 
 def private_invite(key: object, peers: Sequence[str], model: str | None = None) -> str:

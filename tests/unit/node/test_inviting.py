@@ -22,6 +22,7 @@ from llmnode.core.peers.dial_gate import scope_of
 from llmnode.core.peers.invited import DialledFrom, widest
 from llmnode.core.span import Span
 from llmnode.models.names import EMBEDDED_MODEL
+from llmnode.net import listeners
 from llmnode.net.addresses import LISTEN_ANY_LOOPBACK, own_ips
 from llmnode.net.invite import Invite, read_invite, write_invite
 from llmnode.net.swarm_key import make_key
@@ -29,7 +30,7 @@ from llmnode.node import inviting
 from llmnode.node.app import open_relay
 from llmnode.node.cli import main
 from llmnode.node.commands import relay
-from llmnode.node.commands.invite import _model_of
+from llmnode.node.commands.invite import IN_FILE, _model_of
 from llmnode.node.commands.joining import invited_from, private_invite
 from llmnode.node.inviting import FORMER, HERE, NEARBY, Found, ServedModel
 from llmnode.node.settings import NO_OPTIONS
@@ -194,30 +195,44 @@ def test_it_is_said_where_an_invite_is_of_use(host: str, words: str, capsys: pyt
 
 
 def test_the_only_model_is_named_and_one_of_several_has_to_be(capsys: pytest.CaptureFixture[str]) -> None:
-    assert _model_of(None, []) is None
+    assert _model_of(None, [], "INVITE") is None
     for one in (replace(ONE, is_ours=True), replace(ONE, groups=2)):
-        assert _model_of(None, [one]) == ONE.elsewhere
+        assert _model_of(None, [one], "INVITE") == ONE.elsewhere
         assert f"it names the model that the servers have, {ONE.elsewhere}" in said(capsys)[1][0]
-    assert _model_of(None, [ONE]) == ONE.elsewhere
+    assert _model_of(None, [ONE], "INVITE") == ONE.elsewhere
     assert f"strangers at one address alone say that they serve it, {ONE.elsewhere}" in said(capsys)[1][0]
-    assert _model_of(None, [ONE, OTHER]) is None, "no stranger keeps the user from an invite"
+    assert _model_of(None, [ONE, OTHER], "INVITE") is None, "no stranger keeps the user from an invite"
     assert f"several: {ONE.elsewhere}, {OTHER.elsewhere}; to name one: --model" in said(capsys)[1][0]
-    assert _model_of(None, [replace(ONE, is_ours=True), replace(OTHER, groups=9)]) == ONE.elsewhere
+    assert _model_of(None, [replace(ONE, is_ours=True), replace(OTHER, groups=9)], "INVITE") == ONE.elsewhere
     assert f"it names the model of your own servers, {ONE.elsewhere}; " in (line := said(capsys)[1][0])
     assert f"others have {OTHER.elsewhere}; to name one" in line
     for asked in ("org/other", OTHER.elsewhere):
-        assert _model_of(asked, [ONE, OTHER]) == OTHER.elsewhere, "in the revision that is served"
-    assert _model_of(None, EXACT) is None
+        assert _model_of(asked, [ONE, OTHER], "INVITE") == OTHER.elsewhere, "in the revision that is served"
+    assert _model_of(None, EXACT, "INVITE") is None
     assert "its servers have exact in files, which those whom you invite need too" in said(capsys)[1][0]
+
+
+def test_an_invite_with_a_key_is_to_be_in_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _model_of(None, EXACT, IN_FILE) is None
+    (line,) = said(capsys)[1]
+    assert f"llmnode chat --model MODEL {IN_FILE}" in line and f"llmnode serve MODEL --swarm-key {IN_FILE}" in line
+
+
+def test_where_others_do_not_reach_the_options_that_help_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "--announce ADDRESS" in (told := invited_from(DialledFrom.NETWORK)) and "--relay ADDRESS" in told
+    for ips, over_6 in ((["192.168.1.5"], False), (["192.168.1.5", "fe80::1"], False), (["2a00:1450::1"], True)):
+        monkeypatch.setattr(listeners, "listenable_ips", lambda ips=ips: ips)
+        told = invited_from(DialledFrom.MACHINE)
+        assert "--listen /ip4/0.0.0.0/tcp/4001" in told and ("--listen /ip6/::/tcp/4001" in told) == over_6
 
 
 def test_a_model_that_nobody_there_serves_is_named_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("llmnode.node.commands.invite._name_elsewhere", lambda asked: asked)
-    assert _model_of("org/third", [ONE]) == "org/third"
+    monkeypatch.setattr("llmnode.node.commands.invite._name_elsewhere", lambda asked, _: asked)
+    assert _model_of("org/third", [ONE], "INVITE") == "org/third"
     assert f"no server that answers has org/third: {ONE.elsewhere}" in said(capsys)[1][0]
-    assert _model_of("org/third", []) == "org/third" and not said(capsys)[1], "a relay has none"
+    assert _model_of("org/third", [], "INVITE") == "org/third" and not said(capsys)[1], "a relay has none"
 
 
 def announcement(peer: str, digest: bytes, model: str) -> Announcement:
