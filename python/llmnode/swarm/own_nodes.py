@@ -11,6 +11,7 @@ import json
 import logging
 import time
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 import trio
@@ -22,7 +23,7 @@ from llmnode.machine.cache_folder import cache_folder, write_in_cache
 from llmnode.swarm.former_peers import is_address, swarm_name
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from llmnode.net.host import Libp2pNetwork
@@ -35,6 +36,8 @@ MOST_BYTES = 16 << 10
 MOST_NODES = 32
 """The files that are read, the newest ones."""
 MOST_ADDRESSES = 16
+DISK_S = 2.0
+"""A node waits for its file for this time, when it starts and when it ends."""
 
 
 async def note_running(
@@ -46,26 +49,45 @@ async def note_running(
 ) -> NoReturn:
     """Keep the file of a node until this is cancelled. One that cannot be written is logged, once.
 
-    It has started when the file is there.
+    It has started when the file is there, or could not be written in time: a home folder on a network may hang. Then a
+    thread goes on with it, and the node does not wait.
     """
     every_s, told, began_s = (policy or JoinPolicy()).remember_every_s, False, time.time()
+    in_turn = trio.CapacityLimiter(1)  # or each attempt at a disk that hangs would take another thread
     try:
         while True:
             addresses = [*network.addresses, *contacts][:MOST_ADDRESSES]
             content = {"version": VERSION, "of": swarm_name(swarm_key), "s": began_s, "addresses": addresses}
-            try:
-                await trio.to_thread.run_sync(write_in_cache, _file(network.peer), json.dumps(content), 0o600)
-            except (OSError, ConfigError) as error:
-                if not told:
-                    log.info("`llmnode invite` will not find this node: %s", error)
-                told = True
+            why = await _in_thread(partial(_write, network.peer, json.dumps(content)), in_turn)
+            if why and not told:
+                log.info("`llmnode invite` will not find this node: %s", why)
+            told = told or bool(why)
             task_status.started()
             task_status = trio.TASK_STATUS_IGNORED
             with trio.move_on_after(every_s):
                 await network.wait_addresses_changed()
     finally:
-        with suppress(OSError, ConfigError):
-            _file(network.peer).unlink()
+        with trio.CancelScope(shield=True):
+            await _in_thread(partial(_unlink, network.peer), in_turn)
+
+
+async def _in_thread(work: Callable[[], None], in_turn: trio.CapacityLimiter) -> str:
+    """Why the `work` on the disk has failed; "" if it has not. It is given up after DISK_S, and ends when it can."""
+    with trio.move_on_after(DISK_S):
+        try:
+            await trio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=in_turn)
+        except (OSError, ConfigError) as error:
+            return str(error)
+        return ""
+    return f"the cache has not answered in {DISK_S:g} s"
+
+
+def _write(peer: str, text: str) -> None:
+    write_in_cache(_file(peer), text, 0o600)
+
+
+def _unlink(peer: str) -> None:
+    _file(peer).unlink(missing_ok=True)
 
 
 def running_nodes(swarm_key: bytes | None, policy: JoinPolicy | None = None) -> list[list[str]]:

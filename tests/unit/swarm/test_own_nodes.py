@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from llmnode.core.policy import JoinPolicy, LinkPolicy
 from llmnode.net.addresses import LISTEN_ANY_LOOPBACK
 from llmnode.net.host import open_network
+from llmnode.swarm import own_nodes
 from llmnode.swarm.own_nodes import FOLDER, MOST_NODES, note_running, running_nodes
 from unit.in_trio import in_trio
 
@@ -83,6 +85,29 @@ async def test_a_node_whose_cache_cannot_be_written_runs_on(
         assert running_nodes(None) == []
         nursery.cancel_scope.cancel()
     assert "`llmnode invite` will not find this node" in caplog.text
+
+
+@in_trio
+async def test_a_disk_that_hangs_holds_up_neither_the_start_nor_the_end_of_a_node(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    goes_on, over = threading.Event(), threading.Event()
+
+    def hang(*_: object) -> None:
+        goes_on.wait()
+        over.set()
+
+    monkeypatch.setattr(own_nodes, "write_in_cache", hang)
+    monkeypatch.setattr(own_nodes, "DISK_S", 0.01)
+    caplog.set_level("INFO", "llmnode")
+    try:
+        async with open_network([LISTEN_ANY_LOOPBACK], LinkPolicy()) as network, trio.open_nursery() as nursery:
+            await nursery.start(note_running, network, [], None)
+            nursery.cancel_scope.cancel()
+        assert not over.is_set(), "it still hangs"
+    finally:
+        goes_on.set()
+    assert "will not find this node: the cache has not answered" in caplog.text
 
 
 values = st.recursive(
