@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+import psutil
 import pytest
 import trio
 import trio.testing
@@ -133,6 +134,18 @@ async def test_listening_in_vain_says_why() -> None:
             with pytest.raises(ConfigError, match="listen"):
                 async with open_network([address], POLICY):
                     pass
+
+
+@in_trio
+async def test_an_address_that_is_named_twice_is_listened_at_once_and_left_when_the_node_ends() -> None:
+    def listening() -> set[int]:
+        every = psutil.Process().net_connections("tcp")
+        return {each.laddr.port for each in every if each.status == psutil.CONN_LISTEN and each.laddr}
+
+    before = listening()
+    async with open_network([LISTEN_ANY_LOOPBACK] * 3, POLICY) as network:
+        assert len(listening() - before) == len(network.listening) == 1
+    assert listening() == before
 
 
 @in_trio
