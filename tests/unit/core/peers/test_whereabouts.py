@@ -104,9 +104,9 @@ def test_groups_of_addresses(address: str, group: str) -> None:
 
 
 def test_no_other_code_takes_a_group_from_what_a_peer_announces() -> None:
-    """`claimed_group` is for this module alone, and `address_groups` is for the addresses of connections."""
+    """`claimed_group` is for this module and for invites, which name claims last; `address_groups` is for links."""
     package = Path(llmnode.__file__).parent
-    names = {"claimed_group": {"core/peers/whereabouts.py"}}
+    names = {"claimed_group": {"core/peers/whereabouts.py", "core/peers/invited.py"}}
     names["address_groups("] = {
         "core/address_groups.py", "core/budget.py", "core/peers/whereabouts.py", "net/admission.py", "testing/link.py",
     }  # fmt: skip
