@@ -1,10 +1,13 @@
 """The measured speeds of this machine, on disk: a server that starts again need not measure itself anew.
 
-A speed is kept for one hardware, one version of llmnode, and one span of a model as it is computed. While
-the server runs, the times of sessions replace it (`core/speed.py: seen`), and the file takes them, too. It has the
-latest three figures of a speed, and `core/speed.py: believed` says which of them counts. The machine is measured again
-if nothing was measured or observed for a day, or if the newest figure is much slower than the one that counts. A
-measurement that other sessions have slowed is not kept; the times of those sessions are.
+A speed is kept for one hardware, one version of llmnode, and one span of a model as it is computed. It has the latest
+three measurements, and `core/speed.py: believed` says which of them counts. The machine is measured again if that was
+not done for a day, or if the newest measurement is much slower than the one that counts. A measurement that other
+sessions have slowed is not kept.
+
+While the server runs, the times of sessions replace it (`core/speed.py: seen`). Clients shape those. So the file has
+them beside the measurements, until the next one: if they differ much, the next start measures. They never count
+themselves.
 """
 
 from __future__ import annotations
@@ -101,10 +104,12 @@ class SpeedCache:
 
     def read(self, key: str) -> ComputeSpeed | None:
         """None if it is not known, or has to be measured again. A file that is damaged or not ours counts as none."""
-        latest = self._entries().get(key, ())
-        if not latest or _age_ms(latest[0]["at_ms"]) >= AGAIN_MS or is_doubtful(speeds := _speeds(latest)):
+        latest = self._entries().get(key, [])
+        measured = _measured(latest)
+        if not measured or _age_ms(measured[0]["at_ms"]) >= AGAIN_MS:
             return None
-        return believed(speeds)
+        newest, speeds = _speeds(latest)[0], _speeds(measured)  # the newest may be an observation
+        return None if is_doubtful(speeds, newest) else believed(speeds)
 
     async def block_rate(self, model: ModelInfo) -> float:
         """The tokens a second of one block with several sessions, by the span that was measured last; 0 without any."""
@@ -114,26 +119,26 @@ class SpeedCache:
         before, _, after = self.key(model, "\0").partition("\0")
         found: list[tuple[int, float]] = []
         for key, latest in self._entries().items():
-            if key.startswith(before) and key.endswith(after):
+            measured = _measured(latest)
+            if measured and key.startswith(before) and key.endswith(after):
                 start, end = map(int, key[len(before) : -len(after)].split(":"))
-                rate = believed(_speeds(latest)).shared_tokens_per_s
-                found.append((latest[0]["at_ms"], rate * (end - start)))
+                rate = believed(_speeds(measured)).shared_tokens_per_s
+                found.append((measured[0]["at_ms"], rate * (end - start)))
         return max(found, default=(0, 0.0))[1]
 
     def keep(self, key: str, speed: ComputeSpeed, *, is_observed: bool = False) -> ComputeSpeed:
         """Keep for the next run what was measured or observed now. Returns the speed that counts.
 
-        An observation takes the place of one before it, if nothing was measured since: a long run counts once. A file
-        that cannot be written is logged.
+        An observation takes the place of one before it, and a measurement that of the observation. Without any
+        measurement an observation is not kept. A file that cannot be written is logged.
         """
         entries = self._entries()
-        former = entries.get(key, [])
-        if is_observed and former and former[0]["observed"]:
-            former = former[1:]
         entry: dict[str, Any] = {"at_ms": wall_clock_ms(), "observed": is_observed, "speed": asdict(speed)}  # Any: JSON
-        latest = [entry, *former][:LATEST]
+        latest = [entry, *_measured(entries.get(key, []))][: LATEST + is_observed]
+        if not (measured := _measured(latest)):
+            return speed
         self._write(entries | {key: latest})
-        return believed(_speeds(latest))
+        return believed(_speeds(measured))
 
     def _write(self, entries: dict[str, list[dict[str, Any]]]) -> None:  # Any: JSON
         try:
@@ -144,7 +149,10 @@ class SpeedCache:
             log.info("the speed of this machine is not remembered: %s", error)
 
     def _entries(self) -> dict[str, list[dict[str, Any]]]:  # Any: JSON
-        """The latest figures of each speed, the newest first, without those that are too old."""
+        """The latest figures of each speed, the newest first, without those that are too old.
+
+        The first one alone may be an observation.
+        """
         try:
             content = json.loads(read_file(self.path or cache_folder(FILE), FILE, MOST_BYTES))
             if content["version"] != VERSION:
@@ -153,7 +161,11 @@ class SpeedCache:
         except (ConfigError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return {}
         young = {key: [each for each in latest if _age_ms(each["at_ms"]) < KEEPS_MS] for key, latest in whole.items()}
-        return {key: latest[:LATEST] for key, latest in young.items() if latest}
+        return {key: [*latest[:1], *_measured(latest[1:])][: LATEST + 1] for key, latest in young.items() if latest}
+
+
+def _measured(latest: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:  # Any: JSON
+    return [each for each in latest if not each["observed"]]
 
 
 def _speeds(latest: Sequence[dict[str, Any]]) -> list[ComputeSpeed]:  # Any: JSON

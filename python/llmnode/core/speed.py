@@ -26,8 +26,14 @@ LEAST_FORWARDS = 64
 """After this many forwards of decodes, what they took replaces what was measured before there were sessions."""
 OBSERVED_TIMES = 2.0
 """The upload that sessions see counts for at most this many times that of the probes, and for at least this part."""
+SEEN_FASTER, SEEN_SLOWER = 4.0, 16.0
+"""Sessions make a device seem faster, and slower, than it was measured by these factors at most.
+
+Clients choose the lengths of their contexts and the decodes that are together, and so what the times are fitted to. A
+device may have been measured while it was busy. Long contexts and other work make it much slower in truth.
+"""
 LATEST = 3
-"""The latest figures by which the speed of a machine is believed."""
+"""The latest measurements by which the speed of a machine is believed."""
 DOUBTED_SHARE = 0.75
 """A newest figure below this share of the believed one says that the machine may have become slower."""
 
@@ -157,17 +163,26 @@ def seen(measured: ComputeSpeed, forwards: ForwardsSeen, blocks: int) -> Compute
     """`measured`, replaced by the times of `forwards` since then, once there were `LEAST_FORWARDS` of them.
 
     Several sessions at once are taken to be slower or faster by the same factor as one. `blocks` is the span's length.
+    No rate leaves `measured` by more than `SEEN_FASTER` and `SEEN_SLOWER`. A rate of prompts that there was no time to
+    measure is as that of decodes: it has a limit by the decodes alone.
     """
     if forwards.decodes < LEAST_FORWARDS or not forwards.decode_s or not measured.decode_tokens_per_s:
         return measured
-    decode = 1 / (forwards.decode_s * blocks)
-    prefill = forwards.prefill_tokens_per_s(blocks) or measured.prefill_tokens_per_s
+    decode = _bounded(1 / (forwards.decode_s * blocks), measured.decode_tokens_per_s)
+    prefill = replace(forwards, decode_s=1 / (decode * blocks)).prefill_tokens_per_s(blocks)
+    prefill = prefill or measured.prefill_tokens_per_s
+    if measured.prefill_tokens_per_s > measured.decode_tokens_per_s:
+        prefill = _bounded(prefill, measured.prefill_tokens_per_s)
     shared = measured.shared_tokens_per_s * decode / measured.decode_tokens_per_s
     return replace(measured, decode_tokens_per_s=decode, shared_tokens_per_s=shared, prefill_tokens_per_s=prefill)
 
 
+def _bounded(rate: float, measured: float) -> float:
+    return min(max(rate, measured / SEEN_SLOWER), SEEN_FASTER * measured)
+
+
 def believed(latest: Sequence[ComputeSpeed]) -> ComputeSpeed:
-    """The speed of a machine, by what was measured or observed of it lately. The newest comes first.
+    """The speed of a machine, by its latest measurements. The newest comes first.
 
     Other work on the machine only ever makes it seem slower. So the newest counts if it is the fastest, else the
     median of three, and the faster one of two. One slow figure changes nothing, and a slowness that lasts is believed
@@ -177,9 +192,15 @@ def believed(latest: Sequence[ComputeSpeed]) -> ComputeSpeed:
     return max(latest[0], by_rate[len(by_rate) // 2], key=attrgetter("decode_tokens_per_s"))
 
 
-def is_doubtful(latest: Sequence[ComputeSpeed]) -> bool:
-    """Whether the newest is so slow beside the believed one that the machine should be measured again."""
-    return latest[0].decode_tokens_per_s < DOUBTED_SHARE * believed(latest).decode_tokens_per_s
+def is_doubtful(latest: Sequence[ComputeSpeed], observed: ComputeSpeed | None = None) -> bool:
+    """Whether the machine should be measured again: its newest measurement is much slower than the believed one.
+
+    The same is true if sessions have `observed` since that it is much slower or faster. That changes no figure itself:
+    clients shape what sessions observe.
+    """
+    counts, newest = believed(latest).decode_tokens_per_s, latest[0].decode_tokens_per_s
+    seen_since = observed.decode_tokens_per_s if observed else newest
+    return min(newest, seen_since) < DOUBTED_SHARE * counts or counts < DOUBTED_SHARE * seen_since
 
 
 def usual_rate(by_group: Mapping[str, Iterable[float]]) -> float:

@@ -10,6 +10,8 @@ from llmnode.core.ids import PeerId
 from llmnode.core.speed import (
     LEAST_FORWARDS,
     PROMPT_POSITIONS,
+    SEEN_FASTER,
+    SEEN_SLOWER,
     ComputeSpeed,
     ForwardsSeen,
     NetworkSpeed,
@@ -68,6 +70,35 @@ def test_what_sessions_take_replaces_the_first_guess_once_there_were_enough() ->
     assert now.shared_tokens_per_s == pytest.approx(15.0), "as much slower as one session is"
     assert now.prefill_tokens_per_s == pytest.approx(PROMPT_POSITIONS / (0.2 + PROMPT_POSITIONS * 0.02))
     assert seen(ComputeSpeed(), slower, BLOCKS) == ComputeSpeed(), "nothing was measured"
+
+
+@given(rates, st.floats(1.01, 100), st.floats(1e-12, 1e3), st.floats(0, 1e3))
+def test_what_sessions_take_moves_a_speed_by_a_stated_factor_at_most(
+    decode: float, prefills: float, decode_s: float, prefill_s: float
+) -> None:
+    """Clients that shape their batches have the times of one decode extrapolated to almost nothing."""
+    guess = ComputeSpeed(decode, 2 * decode, prefills * decode)
+    now = seen(guess, ForwardsSeen(LEAST_FORWARDS, decode_s, prefill_s), BLOCKS)
+    for rate, measured in [
+        (now.decode_tokens_per_s, guess.decode_tokens_per_s),
+        (now.shared_tokens_per_s, guess.shared_tokens_per_s),
+        (now.prefill_tokens_per_s, guess.prefill_tokens_per_s),
+    ]:
+        assert 0.999 / SEEN_SLOWER <= rate / measured <= 1.001 * SEEN_FASTER
+
+
+def test_prompts_that_a_slow_device_had_no_time_to_measure_are_known_by_those_of_sessions() -> None:
+    guess = ComputeSpeed(1.0, 1.0, 1.0)
+    now = seen(guess, ForwardsSeen(LEAST_FORWARDS, 1.0 / BLOCKS, 0.01 / BLOCKS), BLOCKS)
+    assert now.prefill_tokens_per_s == pytest.approx(PROMPT_POSITIONS / (1.0 + PROMPT_POSITIONS * 0.01))
+    shaped = seen(guess, ForwardsSeen(LEAST_FORWARDS, 1e-9, 1e-12), BLOCKS)
+    assert shaped.prefill_tokens_per_s <= 1.001 * SEEN_FASTER * PROMPT_POSITIONS
+
+
+def test_what_sessions_observe_may_only_have_the_machine_measured_again() -> None:
+    speeds = [ComputeSpeed(100.0, 100.0, 100.0)] * 2
+    doubted = {rate: is_doubtful(speeds, ComputeSpeed(rate, rate, rate)) for rate in (20.0, 80.0, 100.0, 130.0, 400.0)}
+    assert doubted == {20.0: True, 80.0: False, 100.0: False, 130.0: False, 400.0: True}
 
 
 def test_peers_of_one_address_group_cannot_make_a_network_seem_slow() -> None:

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 MODEL = ModelInfo("exact", b"d" * 32, blocks=4, hidden_size=4, context_tokens=4096)
 SPAN = Span(0, 4)
 PAGE = 256
+MODEL_KEY = SpeedCache().key(MODEL, "0:4")
 
 
 class PagedExecutor(ExactExecutor):
@@ -257,14 +258,32 @@ def test_a_machine_that_has_become_slower_is_believed_at_the_second_time(
     assert keep_after(30 + 4.6, 12.0) == 12.0, "more than a month ago the machine was another one"
 
 
-def test_what_sessions_see_is_known_at_the_next_start_and_a_long_run_counts_once(tmp_path: Path) -> None:
-    cache, key = SpeedCache(path=tmp_path / "speeds.json"), "one"
-    cache.keep(key, speed_of(40.0))
-    for _ in range(3):
-        assert cache.keep(key, speed_of(10.0), is_observed=True) == speed_of(40.0)
-    assert cache.read(key) is None, "the machine is measured again"
-    assert cache.keep(key, speed_of(11.0)) == speed_of(11.0), "and is slower"
-    assert cache.keep(key, speed_of(50.0), is_observed=True) == speed_of(50.0) == cache.read(key)
+@pytest.mark.parametrize("observed", [20.0, 60_000.0])
+def test_what_sessions_see_has_the_next_start_measure_and_never_counts_itself(tmp_path: Path, observed: float) -> None:
+    """Clients choose their contexts and batches, and so what sessions see."""
+    cache, key = SpeedCache(path=tmp_path / "speeds.json"), MODEL_KEY
+    assert cache.keep(key, speed_of(observed), is_observed=True) == speed_of(observed)
+    assert cache.read(key) is None, "there is no measurement beside it"
+    for _ in range(4):
+        assert cache.keep(key, speed_of(100.0)) == speed_of(100.0) == cache.read(key), "a measurement ends the doubt"
+        for _ in range(4):
+            assert cache.keep(key, speed_of(observed), is_observed=True) == speed_of(100.0)
+        assert cache.read(key) is None, "the next start measures"
+        assert trio.run(cache.block_rate, MODEL) == 400.0
+    assert cache.keep(key, speed_of(50.0)) == speed_of(100.0), "all measurements are still there"
+    assert cache.keep(key, speed_of(50.0)) == speed_of(50.0)
+
+
+def test_what_sessions_see_as_it_was_measured_is_no_new_measurement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, now_ms = SpeedCache(path=tmp_path / "speeds.json"), wall_clock_ms()
+    cache.keep("one", speed_of(100.0))
+    for days, known in [(0.6, speed_of(100.0)), (1.2, None), (31, None)]:
+        at_ms = now_ms + int(days * AGAIN_MS)
+        monkeypatch.setattr("llmnode.node.serve.speed_cache.wall_clock_ms", lambda at_ms=at_ms: at_ms)
+        cache.keep("one", speed_of(90.0), is_observed=True)
+        assert cache.read("one") == known
 
 
 def test_a_server_keeps_what_sessions_see_each_hour_and_at_its_end(
