@@ -27,8 +27,6 @@ SLOW_PACE = 0.2
 """A device is slow in a precision if it has less than this share of its speed in float32."""
 NEAR = 0.9
 """A gain of this share of the largest one counts as equal: speeds are estimates."""
-LOADING = "loading"
-"""Servers that still load cannot be asked. All of them together count as one address group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +53,11 @@ class Prospect:
     still_missing: tuple[Span, ...]
     """The same, once this node serves its blocks."""
     answering: int
-    """Servers that have answered, or still load."""
+    """Servers that have answered."""
+    loading: int
+    """Servers that still load: nobody asks them. A stranger may have invented them."""
     groups: int
-    """These are in this many address groups, or in more, for each block that the node leaves to others."""
+    """Those that have answered are in this many address groups, or in more, for each block left to others."""
     gain_tokens_per_s: float
     """The greater one of two gains in throughput: now, and once servers have moved and its work is spread evenly."""
     is_slow: bool
@@ -70,7 +70,7 @@ class Prospect:
 
     @property
     def is_usable(self) -> bool:
-        """Whether that seems to be true: somebody answers, if there are others."""
+        """Whether sessions can be opened, as far as is known: somebody answers, if there are others."""
         return self.is_whole and (self.answering > 0 or not self.servers)
 
     @property
@@ -83,16 +83,17 @@ def choose_own(prospects: Sequence[Prospect]) -> Prospect:
     """The precision in which the node should serve. These questions decide, in this order:
 
     1. Can sessions be opened in it, once this node serves? If others serve in it, does one of them answer?
-    2. If it was whole before: do servers in two address groups answer for each block left to others, where those
-       of another precision do? The word of one stranger draws nobody away from there.
+    2. If others serve in it: do servers in two address groups answer for each block left to others, where those
+       of another precision do? The word of one stranger draws nobody away from there, to a gap no more than to speed.
     3. Is the device not slow in it?
     4. Does anybody serve in it already? A precision of its own would split the swarm.
-    5. Does this node close its gap? Nobody can use it otherwise.
+    5. Does this node close its gap, and does somebody answer for each other block? Nobody can use it otherwise.
     6. Where does the throughput grow most? Gains within 10 % are equal. The precision nearest to exact comes first
        then, next one that was whole before, next the first by name.
 
     If sessions can be opened in none, the node helps those that have begun: of the precisions with servers that answer,
-    and in which its device is not slow, it takes the one that lacks fewest blocks then.
+    and in which its device is not slow, it takes the one that lacks fewest blocks then. If nobody answers in any, it
+    takes servers that still load at their word: all nodes of a new swarm do.
     """
     backed = [each.groups for each in prospects if each.servers and each.is_usable]
     backers = min(BACKERS, max(backed, default=0))
@@ -107,10 +108,10 @@ def _rank(each: Prospect, backers: int) -> tuple[int, ...]:
     """The answers to questions 1 to 5, the best first."""
     is_begun = each.servers == 0
     if not each.is_usable:
-        standing = 1 if is_begun else 2 * (each.answering == 0)
+        standing = 0 if each.answering else 1 if each.loading else 2 if is_begun else 3
         return 1, standing, each.is_slow, sum(map(len, each.still_missing))
-    is_doubted = bool(each.servers and not each.missing) and each.groups < backers
-    return 0, is_doubted, each.is_slow, is_begun, not each.closes
+    is_doubted = not is_begun and each.groups < backers
+    return 0, is_doubted, each.is_slow, is_begun, not (each.closes and each.groups)
 
 
 def _loss(precision: Precision) -> tuple[int, int, int]:
@@ -156,7 +157,8 @@ def _prospect(
         len(servers),
         tuple(uncovered(blocks, spans)),
         tuple(uncovered(blocks, [*spans, span])),
-        sum(each.peer in met or not each.online for each in servers),
+        sum(each.peer in met for each in servers),
+        sum(not each.online for each in servers),
         _groups(blocks, span, servers, met),
         max(now, speed * len(span) / blocks),
         candidate.pace < SLOW_PACE,
@@ -167,7 +169,7 @@ def _groups(blocks: int, span: Span, servers: Sequence[PlacedServer], met: Mappi
     """See `Prospect.groups`. A node that leaves no block to others asks for all that they hold."""
     held: dict[int, set[str]] = {}
     for server in servers:
-        group = met.get(server.peer) if server.online else LOADING
+        group = met.get(server.peer)
         for block in range(server.span.start, min(server.span.end, blocks)):
             groups = held.setdefault(block, set())
             if group is not None:
@@ -206,7 +208,7 @@ def describe_own(chosen: Prospect, prospects: Sequence[Prospect]) -> str:
         why = f"no precision is served whole, and this one lacks blocks {_spans(chosen.still_missing)} with this node"
     else:
         number = "one server has" if chosen.servers == 1 else f"{chosen.servers} servers have"
-        why = f"{number} the whole model in it, and this node adds {chosen.gain_tokens_per_s:.3g} tokens/s"
+        why = f"{number} the whole model in it, and this node may add up to {chosen.gain_tokens_per_s:.3g} tokens/s"
     others = [each for each in prospects if each is not chosen and each.servers]
     beside = "".join(f"; {_why_not(each, chosen)}" for each in others[:NAMED])
     return f"{name}: {why}{', though this device is slow in it' if chosen.is_slow else ''}{beside}"
@@ -216,7 +218,7 @@ def _why_not(other: Prospect, chosen: Prospect) -> str:
     name = other.precision.name
     if not other.is_whole:
         return f"{name} lacks blocks {_spans(other.still_missing)} even with this node"
-    if not other.answering or (not other.missing and other.groups < min(BACKERS, chosen.groups)):
+    if not other.answering or other.groups < min(BACKERS, chosen.groups):
         return f"too few servers of {name} answer"
     if other.is_slow:
         return f"this device is slow in {name}"
