@@ -6,19 +6,22 @@ ask only where several precisions are whole; newcomers that choose one ask the s
 
 from __future__ import annotations
 
+import math
 import random
 from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 import trio
 
+from llmnode.core.peers.whereabouts import in_turns
 from llmnode.core.placement.claims import of_weights
 from llmnode.core.placement.precisions import BACKERS, ServedPrecision, backing_servers, served_precisions
 from llmnode.errors import ConfigError, PeerError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from llmnode.core.announcement import Announcement
     from llmnode.core.ids import PeerId
@@ -27,6 +30,11 @@ if TYPE_CHECKING:
 
 MOST_ASKED = 64
 """Servers that are connected to at most, to learn their address groups."""
+PATIENCE_S = 1.0
+"""Others are asked beside a server that has not answered by then. Its dial goes on: its first packet may be lost."""
+LATE_ADDRESSES = 12
+"""Late dials go on to this many addresses at most: half of those that are dialled at once on a stranger's word. The
+others are for those asked next."""
 
 
 class Backers:
@@ -61,43 +69,98 @@ class Backers:
     ) -> dict[PeerId, str]:
         """Connect to servers of two address groups for each block, in each precision, as far as they answer.
 
-        Returns the address groups of those that do. It may be over as soon as enough have answered.
+        Returns the address groups of those that do. It may be over sooner.
         """
-        groups = self._swarm.connected_in()
-        asked: set[PeerId] = set()
+        by_precision: dict[Precision, list[Announcement]] = {}
+        of_model = of_weights(self._usable(), self._model)
+        for each in random.sample(of_model, len(of_model)):
+            if each.offer.profile.precision in precisions:
+                by_precision.setdefault(each.offer.profile.precision, []).append(each)
+        met = self._swarm.met_in()
+        inquiry = _Inquiry(self._swarm, [in_turns(own, met) for own in by_precision.values()])
         with trio.move_on_after(timeout_s):
-            while len(asked) < MOST_ASKED and not is_over(groups):
-                chosen = self._next(precisions, asked, groups)[: MOST_ASKED - len(asked)]
-                if not chosen:
-                    break
-                asked |= {each.peer for each in chosen}
-                async with trio.open_nursery() as nursery:
-
-                    async def ask(each: Announcement, nursery: trio.Nursery = nursery) -> None:
-                        with suppress(PeerError, ConfigError):
-                            connection = await self._swarm.connect(each.addresses)
-                            groups[connection.peer] = connection.source.group
-                            if is_over(groups):
-                                nursery.cancel_scope.cancel()
-
-                    for each in chosen:
-                        nursery.start_soon(ask, each)
-        return groups
+            await inquiry.run(is_over)
+        return inquiry.groups
 
     def _is_decided(self, groups: Mapping[PeerId, str]) -> bool:
         first = next(iter(self.served(groups)), None)
         return first is not None and first.precision == self._wish.nearest and first.groups >= BACKERS
 
-    def _next(
-        self, precisions: Collection[Precision], asked: set[PeerId], groups: Mapping[PeerId, str]
-    ) -> list[Announcement]:
-        by_precision: dict[Precision, list[Announcement]] = {}
-        of_model = of_weights(self._usable(), self._model)
-        for each in random.sample(of_model, len(of_model)):
-            precision = each.offer.profile.precision
-            if precision in precisions and (each.peer in groups or each.peer not in asked):
-                by_precision.setdefault(precision, []).append(each)
-        met = self._swarm.met_in()
-        chosen = [backing_servers(own, groups, met) for own in by_precision.values()]
+
+@dataclass(slots=True)
+class _Dial:
+    """A server that has not answered yet."""
+
+    addresses: int
+    late_s: float
+    """From this time on it is late."""
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+
+
+class _Inquiry:
+    """Servers are dialled, and further ones beside those that are late. `groups` are those of servers that answer."""
+
+    def __init__(self, swarm: Swarm, by_precision: Iterable[Sequence[Announcement]]) -> None:
+        """`by_precision` has the servers of each precision, in the order in which to ask them."""
+        self.groups = swarm.connected_in()
+        self._swarm = swarm
+        self._met = swarm.met_in()
+        self._by_precision = [list(own) for own in by_precision]
+        self._dials: dict[PeerId, _Dial] = {}
+        self._late: set[PeerId] = set()
+        self._asked = 0
+        self._changed = trio.Event()
+
+    async def run(self, is_over: Callable[[Mapping[PeerId, str]], bool]) -> None:
+        """Ask until no further answer is of use, or `is_over` says so."""
+        async with trio.open_nursery() as nursery:
+            while self._is_open() and not is_over(self.groups):
+                for each in self._next():
+                    dial = _Dial(len(each.addresses), trio.current_time() + PATIENCE_S)
+                    self._dials[each.peer] = dial
+                    self._asked += 1
+                    nursery.start_soon(self._ask, each, dial)
+                if not self._dials:
+                    break
+                self._changed = trio.Event()
+                with trio.move_on_at(min((self._dials[peer].late_s for peer in self._in_time()), default=math.inf)):
+                    await self._changed.wait()
+                self._note_late()
+            nursery.cancel_scope.cancel()
+
+    async def _ask(self, server: Announcement, dial: _Dial) -> None:
+        with suppress(PeerError, ConfigError), dial.scope:
+            connection = await self._swarm.connect(server.addresses)
+            self.groups[connection.peer] = connection.source.group
+        del self._dials[server.peer]
+        if not dial.scope.cancelled_caught:
+            self._late.discard(server.peer)
+            if server.peer not in self.groups:
+                self._by_precision = [[each for each in own if each is not server] for own in self._by_precision]
+        self._changed.set()
+
+    def _is_open(self) -> bool:
+        """Whether the answer of any server, asked or not, would be of use."""
+        given_up = self._late - self._dials.keys()
+        left = [[each for each in own if each.peer not in given_up] for own in self._by_precision]
+        return any(backing_servers(own, self.groups, self._met) for own in left)
+
+    def _next(self) -> list[Announcement]:
+        in_time = self._in_time()
+        chosen = [backing_servers(own, self.groups, self._met, in_time, self._late) for own in self._by_precision]
         # In turn: inventions in one precision do not use up the tries of the others.
-        return [each for in_turn in zip_longest(*chosen) for each in in_turn if each is not None]
+        in_turn = [each for turn in zip_longest(*chosen) for each in turn if each is not None]
+        return in_turn[: MOST_ASKED - self._asked]
+
+    def _in_time(self) -> set[PeerId]:
+        return self._dials.keys() - self._late
+
+    def _note_late(self) -> None:
+        now_s = trio.current_time()
+        late = {peer: dial for peer, dial in self._dials.items() if dial.late_s <= now_s}
+        self._late |= late.keys()
+        beyond = sum(dial.addresses for dial in late.values()) - LATE_ADDRESSES
+        for dial in late.values():  # the oldest first
+            if beyond > 0:
+                dial.scope.cancel()
+                beyond -= dial.addresses

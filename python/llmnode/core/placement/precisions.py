@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from llmnode.core.model import Precision, PrecisionWish
-from llmnode.core.peers.whereabouts import groups_of, in_turns
+from llmnode.core.peers.whereabouts import groups_of
 from llmnode.core.placement.claims import believed, of_weights, said_speeds
 from llmnode.core.placement.policy import RebalancePolicy
 from llmnode.core.placement.servers import PlacedServer, one_speed, throughput
 from llmnode.core.route import uncovered
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from llmnode.core.announcement import Announcement
     from llmnode.core.ids import PeerId
@@ -78,31 +78,55 @@ def served_precisions(
 
 
 def backing_servers(
-    announcements: Sequence[Announcement], backed: Mapping[PeerId, str], met: Mapping[PeerId, str]
+    announcements: Sequence[Announcement],
+    backed: Mapping[PeerId, str],
+    met: Mapping[PeerId, str],
+    asked: Collection[PeerId] = (),
+    late: Collection[PeerId] = (),
 ) -> list[Announcement]:
     """Servers to ask whether they answer: in two address groups for each block, as they say, besides those `backed`.
 
-    `announcements` are of one precision, and of those in one place the first ones are asked. A server counts for each
-    block in all groups that it claims, until it is known whether it is there. `met` are the groups of known peers.
+    `announcements` are of one precision, in the order in which to ask. Until it is known whether a server is there, it
+    counts for each block in all groups that it claims: those that were `asked`, too. Those that are `late` to answer
+    count no more, and for each of them one more is asked for its blocks. `met` are the groups of known peers.
     """
     taken: dict[int, set[str]] = {}
     backers: Counter[int] = Counter()
+    wanted: Counter[int] = Counter()
 
     def count(server: Announcement, groups: frozenset[str]) -> None:
-        for block in range(server.offer.span.start, server.offer.span.end):
+        for block in _blocks(server):
             backers[block] += taken.setdefault(block, set()).isdisjoint(groups)
             taken[block] |= groups
 
     for each in announcements:
         if each.peer in backed:
             count(each, groups_of(each, backed))
+    for each in announcements:
+        if each.peer in late:
+            wanted.update(block for block in _blocks(each) if backers[block] < BACKERS)
+    for each in announcements:
+        if each.peer in asked:
+            count(each, groups_of(each, met))
+    blocks = max((each.offer.span.end for each in announcements), default=0)
+    lacking = {block for block in range(blocks) if backers[block] < BACKERS + wanted[block]}
+    known = {*backed, *asked, *late}
     chosen: list[Announcement] = []
-    for each in in_turns([each for each in announcements if each.peer not in backed and each.addresses], met):
-        blocks, groups = range(each.offer.span.start, each.offer.span.end), groups_of(each, met)
-        if any(backers[block] < BACKERS and groups.isdisjoint(taken.get(block, ())) for block in blocks):
+    for each in announcements:
+        if not lacking:
+            break
+        if each.peer in known or not each.addresses:
+            continue
+        groups = groups_of(each, met)
+        if any(block in lacking and groups.isdisjoint(taken.get(block, ())) for block in _blocks(each)):
             chosen.append(each)
             count(each, groups)
+            lacking -= {block for block in _blocks(each) if backers[block] >= BACKERS + wanted[block]}
     return chosen
+
+
+def _blocks(server: Announcement) -> range:
+    return range(server.offer.span.start, server.offer.span.end)
 
 
 def _order(each: ServedPrecision, wish: PrecisionWish, backers: int) -> tuple[object, ...]:
