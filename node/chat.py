@@ -147,7 +147,8 @@ class Chat:
         self.turns += [("user", message), ("assistant", screen.text)]
         show("")
         note(screen.speed_line())
-        note_text(client.model, len(screen.token_ids), screen.tokens_per_s, screen.first_s, entered)
+        count, rate = len(screen.token_ids), screen.tokens_per_s
+        self.opened.portal.call(lambda: note_text(client.model, count, rate, screen.first_s, entered))
         ends = self.sampling.of(client.generation_config).end_tokens
         if why := describe_empty(screen.token_ids, screen.text, ends):
             say(f"the answer is empty: {why}; ask otherwise, or /reset")

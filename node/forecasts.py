@@ -11,16 +11,18 @@ import json
 import logging
 import math
 from dataclasses import asdict, dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from llmnode.core.user_input import read_file
 from llmnode.errors import ConfigError
+from llmnode.machine.cache_disk import in_time
 from llmnode.machine.cache_folder import cache_folder, write_in_cache
 from llmnode.node.text import counted
 from llmnode.swarm.membership import wall_clock_ms
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from llmnode.core.announcement import Announcement
     from llmnode.core.ids import PeerId
@@ -73,6 +75,9 @@ class Measured:
     sessions: int = 0
 
 
+Entries: TypeAlias = dict[str, tuple[Forecast, Measured]]
+
+
 @dataclass(frozen=True, slots=True)
 class Compared:
     """One figure of a forecast beside its measurement. None stands for what is not known, or not measured yet."""
@@ -90,7 +95,7 @@ class Compared:
         return self.predicted / self.measured - 1 if self.predicted and self.measured and not self.beside else None
 
 
-def keep_forecast(plan: Plan) -> None:
+async def keep_forecast(plan: Plan) -> None:
     """The latest forecast takes the place of the one before, and of what was measured since that."""
     node, with_it = plan.node, plan.with_it
     session = with_it.session
@@ -106,32 +111,41 @@ def keep_forecast(plan: Plan) -> None:
         kv_position_bytes=node.kv_bytes / node.kv_tokens if node.kv_tokens else 0.0,
         upload_bytes_per_s=node.network.upload_bytes_per_s,
     )
-    _write(_read() | {_key_of(plan.model): (forecast, Measured())})
+    await _change(lambda entries: entries | {_key_of(plan.model): (forecast, Measured())})
 
 
-def note_text(
+async def note_text(
     model: ModelInfo, tokens: int, tokens_per_s: float | None, first_token_s: float, prompt_tokens: int
 ) -> None:
     """One text that was alone has ended. It counts if there is a forecast for the `model`.
 
     It had this number of new `tokens`, and of tokens that were computed before the first one.
     """
-    entries, key = _read(), _key_of(model)
-    if key not in entries or tokens < 1:
-        return
-    forecast, measured = entries[key]
-    measured = replace(measured, first_token_s=first_token_s, prompt_tokens=prompt_tokens)
-    if tokens >= LEAST_TOKENS and tokens_per_s:
-        measured = replace(measured, session_tokens_per_s=tokens_per_s)
-    _write(entries | {key: (forecast, measured)})
+
+    def noted(measured: Measured) -> Measured:
+        rate = tokens_per_s if tokens >= LEAST_TOKENS and tokens_per_s else measured.session_tokens_per_s
+        return replace(measured, session_tokens_per_s=rate, first_token_s=first_token_s, prompt_tokens=prompt_tokens)
+
+    if tokens > 0:
+        await _note(model, noted)
 
 
-def note_texts(model: ModelInfo, tokens: int, tokens_per_s: float, sessions: int) -> None:
+async def note_texts(model: ModelInfo, tokens: int, tokens_per_s: float, sessions: int) -> None:
     """Several texts have ended, `sessions` of them at once. `tokens` and the rate are those of all together."""
-    entries, key = _read(), _key_of(model)
-    if key in entries and tokens >= LEAST_TOKENS * sessions:
+    if tokens >= LEAST_TOKENS * sessions:
+        await _note(model, lambda measured: replace(measured, swarm_tokens_per_s=tokens_per_s, sessions=sessions))
+
+
+async def _note(model: ModelInfo, noted: Callable[[Measured], Measured]) -> None:
+    key = _key_of(model)
+
+    def change(entries: Entries) -> Entries:
+        if key not in entries:
+            return entries
         forecast, measured = entries[key]
-        _write(entries | {key: (forecast, replace(measured, swarm_tokens_per_s=tokens_per_s, sessions=sessions))})
+        return entries | {key: (forecast, noted(measured))}
+
+    await _change(change)
 
 
 def compared(
@@ -190,16 +204,24 @@ def _key_of(model: ModelInfo) -> str:
     return f"{model.digest.hex()}; {model.precision.name}"
 
 
-def _write(entries: dict[str, tuple[Forecast, Measured]]) -> None:
-    latest = sorted(entries, key=lambda key: -entries[key][0].at_ms)[:MOST]
-    kept = {key: [asdict(each) for each in entries[key]] for key in latest}
+async def _change(change: Callable[[Entries], Entries]) -> None:
+    """Change the file. One that cannot be written, or not in time, is logged."""
     try:
-        write_in_cache(cache_folder(FILE), json.dumps({"version": VERSION, "forecasts": kept}))
+        await in_time(partial(_change_now, change))
     except (OSError, ConfigError) as error:
         log.info("`llmnode status` will not show this beside a forecast: %s", error)
 
 
-def _read() -> dict[str, tuple[Forecast, Measured]]:
+def _change_now(change: Callable[[Entries], Entries]) -> None:
+    """Raises OSError and ConfigError."""
+    before = _read()
+    if (entries := change(before)) != before:
+        latest = sorted(entries, key=lambda key: -entries[key][0].at_ms)[:MOST]
+        kept = {key: [asdict(each) for each in entries[key]] for key in latest}
+        write_in_cache(cache_folder(FILE), json.dumps({"version": VERSION, "forecasts": kept}))
+
+
+def _read() -> Entries:
     """A file that is damaged or not ours counts as none."""
     try:
         content = json.loads(read_file(cache_folder(FILE), FILE, MOST_BYTES))

@@ -186,7 +186,8 @@ def _generate_one(opened: OpenClient, config: GenerateConfig, sampler: Sampler, 
     if config.receipts is not None:
         _write(config.receipts, json.dumps(use.transcript))
     note(f"{screen.speed_line()}; {use.wire.line()}; {client.model.precision.name}")
-    note_text(client.model, len(screen.token_ids), screen.tokens_per_s, screen.first_s, len(encoded.token_ids))
+    count, rate, prompt_tokens = len(screen.token_ids), screen.tokens_per_s, len(encoded.token_ids)
+    opened.portal.call(lambda: note_text(client.model, count, rate, screen.first_s, prompt_tokens))
     answer = _Answer(screen.token_ids, screen.text, screen.finish)
     _tell_empty(config, sampler, answer, "the text")
     if config.json:
@@ -253,7 +254,7 @@ def _generate_several(opened: OpenClient, config: GenerateConfig, sampler: Sampl
             else:
                 show(f"{'' if config.chat else encoded[index].prompt.text}{answer.text}\n")
             _tell_empty(config, sampler, answer, name(number))
-    note_texts(client.model, meter.tokens, meter.tokens_per_s, min(at_once, texts))
+    opened.portal.call(lambda: note_texts(client.model, meter.tokens, meter.tokens_per_s, min(at_once, texts)))
 
 
 def _as_json(client: Client, sampler: Sampler, encoded: Encoded, answer: _Answer) -> dict[str, Any]:  # Any: JSON

@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     way_in = swarm_to_join(arguments, replace(named, peers=(*named.peers, *arguments.relay)))
     with Telling(terminal()) as telling:
         plan = run_async(make_plan, config, way_in, prompt_tokens, telling.tell)
-    keep_forecast(plan)
+    run_async(keep_forecast, plan)
     if arguments.json:
         show_json(as_json(plan))
     else:

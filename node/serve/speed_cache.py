@@ -16,7 +16,8 @@ import json
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeVar
 
 import trio
 
@@ -24,6 +25,7 @@ from llmnode.core.model import ModelInfo
 from llmnode.core.speed import LATEST, SHARED_SESSIONS, ComputeSpeed, believed, is_doubtful
 from llmnode.core.user_input import read_file
 from llmnode.errors import ConfigError
+from llmnode.machine.cache_disk import in_time
 from llmnode.machine.cache_folder import cache_folder, write_in_cache
 from llmnode.node.serve.speed import first_step, measure_compute
 from llmnode.ports import Worker
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from llmnode.node.serve.speed import WorkerSpeed
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 Measure: TypeAlias = Callable[[Worker, ModelInfo], Awaitable[ComputeSpeed]]
 
@@ -64,12 +67,12 @@ class SpeedCache:
 
         async def measure_or_read(worker: Worker, model: ModelInfo) -> ComputeSpeed:
             key = self._key(model, worker.span)
-            if (known := await trio.to_thread.run_sync(self.read, key)) is not None:
+            if (known := await _in_time(partial(self.read, key), None)) is not None:
                 await first_step(worker, model)
                 return known
             speed = await measure(worker, model)
             if keeps and speed.decode_tokens_per_s:
-                speed = await trio.to_thread.run_sync(self.keep, key, speed)
+                speed = await _in_time(partial(self.keep, key, speed), speed)
             return speed
 
         return measure_or_read
@@ -85,7 +88,7 @@ class SpeedCache:
                 return
             noted = speed, speed.since.decodes
             key = self._key(model, speed.span)
-            await trio.to_thread.run_sync(lambda: self.keep(key, observed, is_observed=True))
+            await _in_time(partial(self.keep, key, observed, is_observed=True), observed)
 
         try:
             while True:
@@ -113,7 +116,7 @@ class SpeedCache:
 
     async def block_rate(self, model: ModelInfo) -> float:
         """The tokens a second of one block with several sessions, by the span that was measured last; 0 without any."""
-        return await trio.to_thread.run_sync(self._block_rate, model)
+        return await _in_time(partial(self._block_rate, model), 0.0)
 
     def _block_rate(self, model: ModelInfo) -> float:
         before, _, after = self.key(model, "\0").partition("\0")
@@ -162,6 +165,15 @@ class SpeedCache:
             return {}
         young = {key: [each for each in latest if _age_ms(each["at_ms"]) < KEEPS_MS] for key, latest in whole.items()}
         return {key: [*latest[:1], *_measured(latest[1:])][: LATEST + 1] for key, latest in young.items() if latest}
+
+
+async def _in_time(work: Callable[[], T], otherwise: T) -> T:
+    """The result of `work` on the file; `otherwise` if the disk hangs, which is logged."""
+    try:
+        return await in_time(work)
+    except TimeoutError as error:
+        log.info("the speed of this machine is neither read nor remembered: %s", error)
+        return otherwise
 
 
 def _measured(latest: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:  # Any: JSON

@@ -19,6 +19,7 @@ import trio
 from llmnode.core.policy import JoinPolicy
 from llmnode.core.user_input import read_file
 from llmnode.errors import ConfigError
+from llmnode.machine.cache_disk import in_time
 from llmnode.machine.cache_folder import cache_folder, write_in_cache
 from llmnode.swarm.former_peers import is_address, swarm_name
 
@@ -36,8 +37,6 @@ MOST_BYTES = 16 << 10
 MOST_NODES = 32
 """The files that are read, the newest ones."""
 MOST_ADDRESSES = 16
-DISK_S = 2.0
-"""A node waits for its file for this time, when it starts and when it ends."""
 
 
 async def note_running(
@@ -53,12 +52,11 @@ async def note_running(
     thread goes on with it, and the node does not wait.
     """
     every_s, told, began_s = (policy or JoinPolicy()).remember_every_s, False, time.time()
-    in_turn = trio.CapacityLimiter(1)  # or each attempt at a disk that hangs would take another thread
     try:
         while True:
             addresses = [*network.addresses, *contacts][:MOST_ADDRESSES]
             content = {"version": VERSION, "of": swarm_name(swarm_key), "s": began_s, "addresses": addresses}
-            why = await _in_thread(partial(_write, network.peer, json.dumps(content)), in_turn)
+            why = await _failure(partial(_write, network.peer, json.dumps(content)))
             if why and not told:
                 log.info("`llmnode invite` will not find this node: %s", why)
             told = told or bool(why)
@@ -68,18 +66,16 @@ async def note_running(
                 await network.wait_addresses_changed()
     finally:
         with trio.CancelScope(shield=True):
-            await _in_thread(partial(_unlink, network.peer), in_turn)
+            await _failure(partial(_unlink, network.peer))
 
 
-async def _in_thread(work: Callable[[], None], in_turn: trio.CapacityLimiter) -> str:
-    """Why the `work` on the disk has failed; "" if it has not. It is given up after DISK_S, and ends when it can."""
-    with trio.move_on_after(DISK_S):
-        try:
-            await trio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=in_turn)
-        except (OSError, ConfigError) as error:
-            return str(error)
-        return ""
-    return f"the cache has not answered in {DISK_S:g} s"
+async def _failure(work: Callable[[], None]) -> str:
+    """Why the `work` on the disk has failed; "" if it has not."""
+    try:
+        await in_time(work)
+    except (OSError, ConfigError) as error:
+        return str(error)
+    return ""
 
 
 def _write(peer: str, text: str) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+import trio
 
 from llmnode.core.announcement import Announcement, Offer, PeerState
 from llmnode.core.forecast import ClientPlace
@@ -15,11 +16,13 @@ from llmnode.core.server_figures import ServerFigures
 from llmnode.core.span import Span
 from llmnode.core.speed import AnnouncedSpeed, ComputeSpeed, NetworkSpeed
 from llmnode.machine.cache_folder import cache_folder
+from llmnode.node import forecasts
 from llmnode.node.commands.status import _show
-from llmnode.node.forecasts import FILE, LEAST_TOKENS, MOST, Compared, keep_forecast, note_text, note_texts
+from llmnode.node.forecasts import FILE, LEAST_TOKENS, MOST, Compared
 from llmnode.node.plan import OwnNode, Plan
 from llmnode.node.status import ModelStatus, ServerReport, as_json
 from llmnode.wire.messages import Description
+from unit.hanging import hanging
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,6 +36,18 @@ OWN = PeerId("own")
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LLMNODE_CACHE", str(tmp_path))
+
+
+def keep_forecast(plan: Plan) -> None:
+    trio.run(forecasts.keep_forecast, plan)
+
+
+def note_text(*told: Any) -> None:  # Any: as its parameters
+    trio.run(forecasts.note_text, *told)
+
+
+def note_texts(*told: Any) -> None:  # Any: as its parameters
+    trio.run(forecasts.note_texts, *told)
 
 
 def status(model: ModelInfo = MODEL, span: Span = NODE.span, measured_bytes: int = 11 << 20) -> ModelStatus:
@@ -128,3 +143,16 @@ def test_the_table_and_the_json_say_what_is_not_measured_yet(capsys: pytest.Capt
     assert one["error"] == pytest.approx(one["predicted"] / 9.0 - 1)
     assert (first["measured_for"], first["error"]) == ("for 100 tokens", None)
     assert (several["measured"], several["unit"]) == (None, "tokens/s")
+
+
+def test_a_disk_that_hangs_holds_up_neither_the_end_of_a_text_nor_that_of_a_plan(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    keep_forecast(PLAN)
+    caplog.set_level("INFO", "llmnode")
+    with hanging(monkeypatch, forecasts, "write_in_cache") as hung:
+        note_text(MODEL, 100, 9.0, 1.0, 16)
+        note_texts(MODEL, 100, 9.0, 4)
+        keep_forecast(PLAN)
+        assert hung.count == 3, "they still hang"
+    assert caplog.text.count("beside a forecast: the cache has not answered") == 3

@@ -18,6 +18,7 @@ from llmnode.core.span import Span
 from llmnode.core.speed import LEAST_FORWARDS, SHARED_SESSIONS, ComputeSpeed, ForwardsSeen
 from llmnode.errors import ConfigError, ModelError, WorkerLost
 from llmnode.node.commands.speed import progress
+from llmnode.node.serve import speed_cache
 from llmnode.node.serve.speed import (
     PROMPT,
     QUICK_SHARED_STEPS,
@@ -30,6 +31,7 @@ from llmnode.node.serve.speed import (
 from llmnode.node.serve.speed_cache import AGAIN_MS, KEEPS_MS, MOST, NOTE_S, SpeedCache
 from llmnode.swarm.membership import wall_clock_ms
 from llmnode.testing.worker import ExactExecutor
+from unit.hanging import gone_on, hanging
 from unit.in_trio import in_trio
 
 if TYPE_CHECKING:
@@ -319,6 +321,38 @@ def test_a_server_keeps_what_sessions_see_each_hour_and_at_its_end(
         assert kept[1] == (cache.key(MODEL, "0:4"), speed.observed, True)
 
     trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0.05))
+
+
+@in_trio
+async def test_a_disk_that_hangs_holds_up_neither_the_start_of_a_server_nor_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def measure(_worker: Worker, _model: ModelInfo) -> ComputeSpeed:
+        return speed_of(7.0)
+
+    caplog.set_level("INFO", "llmnode")
+    cache, worker = SpeedCache(path=tmp_path / "speeds.json"), worker_with(2 * LEAST_FORWARDS)
+    speed, session = WorkerSpeed(worker, speed_of(1.0)), SessionId(bytes(16))
+    with hanging(monkeypatch, speed_cache, "write_in_cache") as hung:
+        assert await cache.measured_once(measure)(worker, MODEL) == speed_of(7.0), "it cannot be written"
+        assert await cache.block_rate(MODEL) == 0.0
+        assert hung.count == 1, "no second thread hangs"
+    await gone_on()
+    with hanging(monkeypatch, speed_cache, "read_file") as hung:
+        assert await cache.measured_once(measure)(worker, MODEL) == speed_of(7.0), "it cannot be read"
+    await gone_on()
+    assert await worker.do(Open(session, SPAN, LEAST_FORWARDS))
+    for step in range(LEAST_FORWARDS):
+        await worker.do(Forward(session, step, 1, bytes(MODEL.row_bytes)))
+    with hanging(monkeypatch, speed_cache, "read_file") as hung:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(cache.note_observed, lambda: speed, MODEL)
+            await trio.testing.wait_all_tasks_blocked()
+            nursery.cancel_scope.cancel()
+        assert hung.count == 1
+    assert "neither read nor remembered: the cache has not answered" in caplog.text
+    await gone_on()
+    assert await cache.measured_once(measure)(worker, MODEL) == speed_of(7.0) == cache.read(MODEL_KEY), "it goes on"
 
 
 def speed_of(rate: float) -> ComputeSpeed:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import stat
-import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +18,7 @@ from llmnode.net.addresses import LISTEN_ANY_LOOPBACK
 from llmnode.net.host import open_network
 from llmnode.swarm import own_nodes
 from llmnode.swarm.own_nodes import FOLDER, MOST_NODES, note_running, running_nodes
+from unit.hanging import hanging
 from unit.in_trio import in_trio
 
 if TYPE_CHECKING:
@@ -91,22 +91,12 @@ async def test_a_node_whose_cache_cannot_be_written_runs_on(
 async def test_a_disk_that_hangs_holds_up_neither_the_start_nor_the_end_of_a_node(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    goes_on, over = threading.Event(), threading.Event()
-
-    def hang(*_: object) -> None:
-        goes_on.wait()
-        over.set()
-
-    monkeypatch.setattr(own_nodes, "write_in_cache", hang)
-    monkeypatch.setattr(own_nodes, "DISK_S", 0.01)
     caplog.set_level("INFO", "llmnode")
-    try:
+    with hanging(monkeypatch, own_nodes, "write_in_cache") as hung:
         async with open_network([LISTEN_ANY_LOOPBACK], LinkPolicy()) as network, trio.open_nursery() as nursery:
             await nursery.start(note_running, network, [], None)
             nursery.cancel_scope.cancel()
-        assert not over.is_set(), "it still hangs"
-    finally:
-        goes_on.set()
+        assert hung.count == 1, "it still hangs"
     assert "will not find this node: the cache has not answered" in caplog.text
 
 
