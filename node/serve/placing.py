@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, TypeAlias
 
-from llmnode.core.model import AUTO, ModelInfo
+from llmnode.core.model import AUTO, EXACT, ModelInfo
 from llmnode.core.placement.claims import before_moves, counted, of_weights
 from llmnode.core.placement.joining import choose_span
 from llmnode.core.placement.own_precision import choose_own, describe_own, paced, prospects_of
@@ -57,7 +57,8 @@ async def choose_precision(
     found = _holding(blocks, model, await source.candidates(list(dict.fromkeys([model.precision, *allowed]))))
     if not found:
         return model.precision, f"{model.precision.name}: it suits this device, which cannot compute as the swarm does"
-    rates = {each.precision: await measured(replace(model, precision=each.precision)) for each in found}
+    of_interest = {EXACT, *(each.precision for each in found)}  # paces are shares of the speed in float32
+    rates = {each: await measured(replace(model, precision=each)) for each in of_interest}
     candidates, unit_tokens_per_s = paced(found, rates, chain.from_iterable(servers.values()))
     backers = Backers(model, wish, swarm, lambda: online(swarm.view.of_model(model.digest)))
     met = await backers.answering({each.precision for each in candidates}, RoutePolicy().connect_timeout_s)

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmnode.compute.loading import SpanLoader, Wanted
 from llmnode.core.model import PRECISIONS
+from llmnode.core.placement.own_precision import SLOW_PACE
 from llmnode.core.span import Span
 from llmnode.errors import ConfigError, ModelError
 from llmnode.models.pace import usual_dtype
@@ -195,6 +196,19 @@ def test_the_precisions_in_which_a_device_can_compute_have_their_blocks_and_a_us
     assert loader.fitting_blocks() == 1, "the loader is as it was"
     few = loader_of(tmp_path, monkeypatch, one // 2)
     assert "float32" not in {each.precision.name for each in few.candidates(list(PRECISIONS.values()))}
+
+
+def test_a_cpu_without_16_bit_instructions_is_not_called_slow_in_16_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    for instructions in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+        monkeypatch.setattr(torch.cpu, instructions, lambda: False)
+    save_model(tmp_path, "llama", tied=False)
+    names = ("float32", "bfloat16", "float16")
+    found = loader_of(tmp_path, monkeypatch, 1 << 30).candidates([PRECISIONS[name] for name in names])
+    assert [(each.pace, each.is_emulated) for each in found] == [(1.0, False), (0.4, True), (0.6, True)]
+    assert all(each.pace > SLOW_PACE for each in found)
 
 
 def test_experts_have_no_precision_of_rounded_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,7 +136,7 @@ class TroubledLoader:
         return 3
 
     def candidates(self, precisions: Sequence[Precision]) -> list[Candidate]:
-        return [Candidate(each, self.fitting_blocks(), 1.0) for each in precisions]
+        return [Candidate(each, self.fitting_blocks(), 1.0, each.dtype == "bfloat16") for each in precisions]
 
     def load(self, span: Span) -> Loaded:
         self._report("loading")

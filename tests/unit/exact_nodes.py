@@ -40,7 +40,7 @@ class ExactLoader:
         return EXACT_MODEL.blocks
 
     def candidates(self, precisions: Sequence[Precision]) -> list[Candidate]:
-        return [Candidate(each, self.fitting_blocks(), 1.0) for each in precisions]
+        return [Candidate(each, self.fitting_blocks(), 1.0, each.dtype == "bfloat16") for each in precisions]
 
     def load(self, span: Span) -> Loaded:
         executor: Any = ExactExecutor(span, EXACT_MODEL.row_bytes, KV_TOKENS)

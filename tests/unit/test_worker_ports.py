@@ -70,7 +70,9 @@ async def test_a_worker_computes_and_keeps_what_it_is_told(twin: str) -> None:
         assert model == EXACT_MODEL
         assert 1 <= (fitting := await source.fitting_blocks()) <= model.blocks
         names = [EXACT, PRECISIONS["bfloat16+nf4"]]
-        assert await source.candidates(names) == [Candidate(each, fitting, 1.0) for each in names]
+        assert await source.candidates(names) == [
+            Candidate(each, fitting, 1.0, each.dtype == "bfloat16" and twin != "memory") for each in names
+        ]
         worker = await source.load(SPAN)
         assert worker.span == SPAN
         free = worker.kv_tokens

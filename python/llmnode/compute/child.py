@@ -216,7 +216,7 @@ class _Child:
             return self._loader.fitting_blocks()
         if word == CANDIDATES:
             found = self._loader.candidates([precision_named(each) for each in arguments])
-            return [[each.precision.name, each.blocks, each.pace] for each in found]
+            return [[each.precision.name, each.blocks, each.pace, each.is_emulated] for each in found]
         assert word == LOAD
         number, start, end = arguments
         return self._hold(number, self._loader.load(Span(start, end)))

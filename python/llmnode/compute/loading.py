@@ -98,7 +98,7 @@ class SpanLoader:
         return fitting
 
     def candidates(self, precisions: Sequence[Precision]) -> list[Candidate]:
-        from llmnode.models.pace import usual_pace
+        from llmnode.models.pace import is_emulated, usual_pace
 
         found: list[Candidate] = []
         for each in precisions:
@@ -107,7 +107,7 @@ class SpanLoader:
             loader._folder = self._folder
             with suppress(ConfigError, ModelError):  # no block fits, or the family has none in it
                 if pace := usual_pace(self._opened, wanted.device, each):
-                    found.append(Candidate(each, loader.fitting_blocks(), pace))
+                    found.append(Candidate(each, loader.fitting_blocks(), pace, is_emulated(wanted.device, each)))
         return found
 
     def load(self, span: Span) -> Loaded:

@@ -85,7 +85,7 @@ class ProcessLoader:
     async def candidates(self, precisions: Sequence[Precision]) -> list[Candidate]:
         async def ask(process: WorkerProcess) -> list[Candidate]:
             found = await process.ask(CANDIDATES, *(each.name for each in precisions), report=self._report)
-            return [Candidate(precision_named(name), blocks, pace) for name, blocks, pace in found]
+            return [Candidate(precision_named(name), *figures) for name, *figures in found]
 
         return await self._persist(ask)
 

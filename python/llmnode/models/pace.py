@@ -20,8 +20,13 @@ if TYPE_CHECKING:
 
 _KV_INT8 = 0.92
 """KV in 8 bits, of KV as it is."""
-_EMULATED = 0.05
-"""A guess for a format that the device has no instructions for: numbers are converted there and back."""
+_EMULATED = {"bfloat16": 0.4, "float16": 0.6}
+"""A format that the CPU has no instructions for: numbers are converted there and back.
+
+Decode of real blocks on a CPU with AVX2 had 0.45 and 0.7 of float32, and prompts 0.3 and 0.4 (28 November 2026).
+"""
+_GUESS = 0.05
+"""Anything else that the device has no instructions for."""
 
 
 def usual_pace(folder: ModelFolder, device: str, precision: Precision) -> float:
@@ -34,6 +39,12 @@ def usual_pace(folder: ModelFolder, device: str, precision: Precision) -> float:
     return _of_dtype(precision.dtype, device) * quant * kv
 
 
+def is_emulated(device: str, precision: Precision) -> bool:
+    """Whether the device has no instructions for it: the usual pace is a guess then, or is of one kind of device."""
+    is_unpacked = precision.quant == "int8" and torch.device(device).type == "cpu" and fast_quant("cpu") != "int8"
+    return is_unpacked or not _has(precision.dtype, device)
+
+
 def usual_dtype(device: str) -> str:
     """The dtype of `--dtype auto` on a device that knows no swarm. bfloat16 needs an Ampere GPU or a later one."""
     is_gpu = torch.device(device).type == "cuda"
@@ -44,18 +55,24 @@ def _of_dtype(dtype: str, device: str) -> float:
     if dtype == "float32":
         return 1.0
     if torch.device(device).type == "cuda":
-        # 1.1 for 16 rows at once, 1.5 for a prompt; a guess for float16, which Volta has, too.
+        # 1.1 for 16 rows at once, 1.5 for a prompt; a guess for float16.
+        return 1.3 if _has(dtype, device) else _GUESS
+    return {"bfloat16": 0.23, "float16": 0.3}[dtype] if _has(dtype, device) else _EMULATED[dtype]
+
+
+def _has(dtype: str, device: str) -> bool:
+    if dtype == "float32":
+        return True
+    if torch.device(device).type == "cuda":  # Volta has float16, too
         first = {"bfloat16": (8, 0), "float16": (7, 0)}[dtype]
-        return 1.3 if torch.cuda.get_device_capability(device) >= first else _EMULATED
-    if dtype == "bfloat16":
-        return 0.23 if _has_bfloat16() else _EMULATED
-    return 0.3 if torch.backends.cpu.get_cpu_capability() == "AVX512" else _EMULATED
+        return torch.cuda.get_device_capability(device) >= first
+    return _has_bfloat16() if dtype == "bfloat16" else torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 def _on_cpu(quant: str, folder: ModelFolder) -> float:
     if quant == "int8":
         if fast_quant("cpu") != "int8":
-            return _EMULATED
+            return _GUESS
         # Rust reads weights of up to 8 bits as they are, so there is nothing to gain for them.
         return 2.4 if found_block_bytes(folder) is None else 0.6
     return {"none": 1.0, "nf4": 0.1}[quant]

@@ -46,7 +46,7 @@ class Kind:
     suits: str
 
 
-OLD_CPU = Kind({"float32": 1.0, "bfloat16": 0.05, "float32+int8": 0.05}, (2, 10), (100, 400), "float32")
+OLD_CPU = Kind({"float32": 1.0, "bfloat16": 0.4, "float32+int8": 0.05}, (2, 10), (100, 400), "float32")
 NEW_CPU = Kind({"float32": 1.0, "bfloat16": 0.23, "float32+int8": 2.4}, (4, 16), (200, 800), "float32+int8")
 OLD_GPU = Kind({"float32": 1.0, "bfloat16": 0.05, "bfloat16+nf4": 0.06}, (2, 6), (1000, 3000), "float32")
 NEW_GPU = Kind({"float32": 1.0, "bfloat16": 1.3, "bfloat16+nf4": 1.5}, (3, 12), (2000, 6000), "bfloat16+nf4")

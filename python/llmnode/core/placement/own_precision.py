@@ -6,12 +6,13 @@ A session stays within one precision, so the servers of each precision are a pip
 
 from __future__ import annotations
 
+import math
 import statistics
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from llmnode.core.ids import PeerId
-from llmnode.core.model import DTYPES, KV_DTYPES, QUANTS
+from llmnode.core.model import DTYPES, EXACT, KV_DTYPES, QUANTS
 from llmnode.core.placement.joining import choose_span
 from llmnode.core.placement.precisions import BACKERS, NAMED
 from llmnode.core.placement.servers import PlacedServer, block_speeds, one_speed, throughput
@@ -38,6 +39,10 @@ class Candidate:
     """The number of blocks that the node would hold."""
     pace: float
     """The speed of a block. float32 on the same device has 1."""
+    is_emulated: bool = False
+    """The device has no instructions for it. Its usual pace is a guess."""
+    is_compared: bool = True
+    """False if nothing is known of the device's speed in float32. It does not count as slow then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +166,7 @@ def _prospect(
         sum(not each.online for each in servers),
         _groups(blocks, span, servers, met),
         max(now, speed * len(span) / blocks),
-        candidate.pace < SLOW_PACE,
+        candidate.pace < SLOW_PACE and candidate.is_compared,
     )
 
 
@@ -183,18 +188,28 @@ def paced(
     measured: Mapping[Precision, float],
     servers: Iterable[PlacedServer],
 ) -> tuple[list[Candidate], float]:
-    """The candidates at their `measured` speeds, and the tokens a second of one block at pace 1.
+    """The candidates at their `measured` speeds, and the tokens a second of one block at pace 1, that of float32.
 
     `measured` has tokens a second of one block, for those precisions in which this device was measured before. Without
-    any, its best one is taken to be as fast as the usual one of `servers`.
+    float32, the one whose usual pace is nearest to it tells, unless it is emulated. Else the best candidate is taken to
+    be as fast as the usual one of `servers`, and float32 to be no slower than what is emulated.
     """
-    known = [measured[each.precision] / each.pace for each in candidates if measured.get(each.precision)]
-    if not known:
+    rates = {each.precision: rate for each in candidates if (rate := measured.get(each.precision, 0.0))}
+    telling = [each for each in candidates if each.precision in rates and not each.is_emulated]
+    unit = measured.get(EXACT, 0.0)
+    if not unit and telling:
+        nearest = min(telling, key=lambda each: (abs(math.log(each.pace)), each.precision.name))
+        unit = rates[nearest.precision] / nearest.pace
+    is_compared = unit > 0.0
+    if not is_compared:
         fastest = max((each.pace for each in candidates), default=1.0)
-        rates = [each.speed * len(each.span) for each in servers if each.online and each.speed]
-        return list(candidates), (statistics.median(rates) if rates else 1.0) / fastest
-    unit = statistics.median(known)
-    return [replace(each, pace=measured.get(each.precision, 0.0) / unit or each.pace) for each in candidates], unit
+        others = [each.speed * len(each.span) for each in servers if each.online and each.speed]
+        unit = max([(statistics.median(others) if others else 1.0) / fastest, *rates.values()])
+    at_rates = [
+        replace(each, pace=rates[each.precision] / unit, is_compared=is_compared) if each.precision in rates else each
+        for each in candidates
+    ]
+    return at_rates, unit
 
 
 def describe_own(chosen: Prospect, prospects: Sequence[Prospect]) -> str:

@@ -207,8 +207,26 @@ def test_a_speed_that_was_measured_replaces_the_usual_one() -> None:
     assert paced(candidates, {}, servers) == (candidates, 60.0)
     assert paced(candidates, {}, []) == (candidates, 1.0)
     found, unit = paced(candidates, {EXACT: 100.0, BF16: 75.0, NF4: 0.0}, servers)
-    assert unit == 200.0, "between those that the two tell"
-    assert [each.pace for each in found] == [0.5, 0.375, 0.1]
+    assert unit == 100.0, "float32 is what paces are shares of"
+    assert [each.pace for each in found] == [1.0, 0.75, 0.1]
+
+
+def test_a_wrong_guess_makes_no_measured_precision_slow() -> None:
+    exact, bf16 = Candidate(EXACT, 4, 1.0), Candidate(BF16, 4, 0.05, is_emulated=True)
+    int8, nf4 = Candidate(INT8, 4, 2.5), Candidate(NF4, 4, 0.1)
+
+    def paces(candidates: list[Candidate], measured: dict[Precision, float]) -> tuple[list[float], float]:
+        found, unit = paced(candidates, measured, [server("a", WHOLE, 7.5)])
+        return [each.pace for each in found], unit
+
+    assert paces([exact, bf16], {EXACT: 100.0, BF16: 100.0}) == ([1.0, 1.0], 100.0)
+    assert paces([bf16], {EXACT: 100.0, BF16: 80.0}) == ([0.8], 100.0), "float32 need not fit"
+    assert paces([int8, bf16], {INT8: 250.0, BF16: 10.0}) == ([2.5, 0.1], 100.0), "an emulated one tells nothing"
+    assert paces([nf4, int8], {INT8: 250.0, NF4: 100.0}) == ([1.0, 2.5], 100.0), "the one nearest to float32 does"
+    assert paces([exact, bf16], {BF16: 240.0}) == ([1.0, 1.0], 240.0), "float32 is no slower than that"
+    found, unit = paced([exact, bf16], {BF16: 6.0}, [server("a", WHOLE, 7.5)])
+    assert (found[1].pace * unit, unit) == (6.0, 60.0)
+    assert not any(each.is_slow for each in prospects(found, {}, unit=unit)), "the device may be as slow in float32"
 
 
 def test_the_user_hears_why() -> None:
