@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from llmnode.core.user_input import read_file
 from llmnode.errors import ConfigError
 from llmnode.machine.cache_disk import in_time
-from llmnode.machine.cache_folder import cache_folder, write_in_cache
+from llmnode.machine.cache_folder import alone_with, cache_folder, write_in_cache
 from llmnode.node.text import counted
 from llmnode.swarm.membership import wall_clock_ms
 
@@ -214,27 +214,40 @@ async def _change(change: Callable[[Entries], Entries]) -> None:
 
 def _change_now(change: Callable[[Entries], Entries]) -> None:
     """Raises OSError and ConfigError."""
-    before = _read()
-    if (entries := change(before)) != before:
+    if change(before := _read()) == before:
+        return
+    with alone_with(file := cache_folder(FILE)):
+        before = _read()
+        whole = {key: each for key, each in change(before).items() if _entry([asdict(part) for part in each])}
+        entries = before | whole
         latest = sorted(entries, key=lambda key: -entries[key][0].at_ms)[:MOST]
         kept = {key: [asdict(each) for each in entries[key]] for key in latest}
-        write_in_cache(cache_folder(FILE), json.dumps({"version": VERSION, "forecasts": kept}))
+        write_in_cache(file, json.dumps({"version": VERSION, "forecasts": kept}))
 
 
 def _read() -> Entries:
-    """A file that is damaged or not ours counts as none."""
+    """A file that is damaged or not ours counts as none, and so does an entry."""
     try:
         content = json.loads(read_file(cache_folder(FILE), FILE, MOST_BYTES))
         if content["version"] != VERSION:
             return {}
-        kept = content["forecasts"].items()
-        return {key: (_whole(Forecast, made), _whole(Measured, since)) for key, (made, since) in kept}
+        entries = {key: _entry(kept) for key, kept in content["forecasts"].items()}
     except (ConfigError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return {}
+    return {key: entry for key, entry in entries.items() if entry}
+
+
+def _entry(kept: Any) -> tuple[Forecast, Measured] | None:  # Any: JSON
+    """One entry of the file; None if it is damaged, or has a figure that is not finite."""
+    try:
+        made, since = kept
+        return _whole(Forecast, made), _whole(Measured, since)
+    except (ValueError, TypeError, KeyError, OverflowError):
+        return None
 
 
 def _whole(kind: type[T], values: dict[str, Any]) -> T:  # Any: JSON
-    """Raises ValueError or TypeError."""
+    """Raises ValueError, TypeError, KeyError or OverflowError."""
     for each in fields(kind):
         value = values[each.name]
         is_number = type(value) is int or (type(value) is float and "float" in str(each.type))

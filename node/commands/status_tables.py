@@ -21,6 +21,7 @@ BESIDE_BAR = 76
 """Columns of the terminal that the rest of a row takes."""
 LEAST_BAR = 4
 MIB = 1 << 20
+HOUR_MIN, DAY_MIN = 60, 1440
 STYLES = {"online": "green", "joining": "yellow"}
 
 
@@ -97,7 +98,7 @@ def forecast_table(figures: Sequence[Compared], age_s: float) -> Table:
     from rich.markup import escape
     from rich.table import Table
 
-    title = f"forecast of `llmnode plan` here, {max(0, round(age_s / 60))} min ago"
+    title = f"forecast of `llmnode plan` here, {_age(age_s)} ago"
     table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
     table.add_column("", no_wrap=True)
     for name in ("predicted", "measured", "off"):
@@ -107,6 +108,13 @@ def forecast_table(figures: Sequence[Compared], age_s: float) -> Table:
         measured = "not measured yet" if each.measured is None else _with_unit(each.measured, each.unit)
         table.add_row(escape(each.name), predicted, f"{measured} {each.beside}".rstrip(), _off(each.error))
     return table
+
+
+def _age(age_s: float) -> str:
+    minutes = max(0, round(age_s / 60))
+    if minutes < 2 * HOUR_MIN:
+        return f"{minutes} min"
+    return f"{minutes // HOUR_MIN} hours" if minutes < 2 * DAY_MIN else f"{minutes // DAY_MIN} days"
 
 
 def _with_unit(value: float, unit: str) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -26,7 +27,7 @@ from llmnode.core.speed import LATEST, SHARED_SESSIONS, ComputeSpeed, believed, 
 from llmnode.core.user_input import read_file
 from llmnode.errors import ConfigError
 from llmnode.machine.cache_disk import in_time
-from llmnode.machine.cache_folder import cache_folder, write_in_cache
+from llmnode.machine.cache_folder import alone_with, cache_folder, write_in_cache
 from llmnode.node.serve.speed import first_step, measure_compute
 from llmnode.ports import Worker
 from llmnode.swarm.membership import software, wall_clock_ms
@@ -53,6 +54,7 @@ NOTE_S = 3600.0
 """A server that is killed loses what it has observed in this time."""
 FASTEST = 1e12
 """No rate in the file is higher."""
+_SPAN = re.compile("([0-9]{1,6}):([0-9]{1,6})", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +124,13 @@ class SpeedCache:
         before, _, after = self.key(model, "\0").partition("\0")
         found: list[tuple[int, float]] = []
         for key, latest in self._entries().items():
-            measured = _measured(latest)
-            if measured and key.startswith(before) and key.endswith(after):
-                start, end = map(int, key[len(before) : -len(after)].split(":"))
+            is_ours = key.startswith(before) and key.endswith(after)
+            if (
+                is_ours
+                and (measured := _measured(latest))
+                and (span := _SPAN.fullmatch(key[len(before) : -len(after)]))
+            ):
+                start, end = map(int, span.groups())
                 rate = believed(_speeds(measured)).shared_tokens_per_s
                 found.append((measured[0]["at_ms"], rate * (end - start)))
         return max(found, default=(0, 0.0))[1]
@@ -135,21 +141,18 @@ class SpeedCache:
         An observation takes the place of one before it, and a measurement that of the observation. Without any
         measurement an observation is not kept. A file that cannot be written is logged.
         """
-        entries = self._entries()
         entry: dict[str, Any] = {"at_ms": wall_clock_ms(), "observed": is_observed, "speed": asdict(speed)}  # Any: JSON
-        latest = [entry, *_measured(entries.get(key, []))][: LATEST + is_observed]
-        if not (measured := _measured(latest)):
-            return speed
-        self._write(entries | {key: latest})
-        return believed(_speeds(measured))
-
-    def _write(self, entries: dict[str, list[dict[str, Any]]]) -> None:  # Any: JSON
         try:
-            latest = sorted(entries, key=lambda each: -entries[each][0]["at_ms"])[:MOST]
-            text = json.dumps({"version": VERSION, "speeds": {each: entries[each] for each in latest}})
-            write_in_cache(self.path or cache_folder(FILE), text)
+            file = self.path or cache_folder(FILE)
+            with alone_with(file):
+                entries = self._entries()
+                latest = [entry, *_measured(entries.get(key, []))][: LATEST + is_observed]
+                if measured := _measured(latest):
+                    _write(file, entries | {key: latest})
         except (OSError, ConfigError) as error:
             log.info("the speed of this machine is not remembered: %s", error)
+            measured = _measured([entry, *self._entries().get(key, [])][:LATEST])
+        return believed(_speeds(measured)) if measured else speed
 
     def _entries(self) -> dict[str, list[dict[str, Any]]]:  # Any: JSON
         """The latest figures of each speed, the newest first, without those that are too old.
@@ -165,6 +168,11 @@ class SpeedCache:
             return {}
         young = {key: [each for each in latest if _age_ms(each["at_ms"]) < KEEPS_MS] for key, latest in whole.items()}
         return {key: [*latest[:1], *_measured(latest[1:])][: LATEST + 1] for key, latest in young.items() if latest}
+
+
+def _write(file: Path, entries: dict[str, list[dict[str, Any]]]) -> None:  # Any: JSON
+    latest = sorted(entries, key=lambda each: -entries[each][0]["at_ms"])[:MOST]
+    write_in_cache(file, json.dumps({"version": VERSION, "speeds": {each: entries[each] for each in latest}}))
 
 
 async def _in_time(work: Callable[[], T], otherwise: T) -> T:

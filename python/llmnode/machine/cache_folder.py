@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
 import shutil
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from llmnode.core.user_input import home_folder, path_from
@@ -12,6 +14,7 @@ from llmnode.errors import ConfigError
 from llmnode.machine.private_folder import find_stranger
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 CACHE = "LLMNODE_CACHE"
@@ -72,6 +75,21 @@ def write_in_cache(file: Path, text: str, mode: int = 0o644) -> None:
     """Write a file of the cache, and make its folder. Raises OSError or ConfigError."""
     make_in_cache(file.parent)
     write_whole(file, text, mode)
+
+
+@contextmanager
+def alone_with(file: Path) -> Iterator[None]:
+    """In the body, no other program is here for the same file of the cache: it may read the file and write it anew.
+
+    It waits for the others, so call it with `cache_disk.in_time`. A disk that knows no locks has none.
+
+    Raises OSError, or ConfigError as `make_in_cache`.
+    """
+    make_in_cache(file.parent)
+    with open(os.open(file.with_name(f".{file.name}.lock"), os.O_WRONLY | os.O_CREAT, 0o644), "w") as opened:
+        with suppress(OSError):
+            fcntl.flock(opened, fcntl.LOCK_EX)
+        yield
 
 
 def write_whole(file: Path, text: str, mode: int = 0o644) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from llmnode.core.speed import AnnouncedSpeed, ComputeSpeed, NetworkSpeed
 from llmnode.machine.cache_folder import cache_folder
 from llmnode.node import forecasts
 from llmnode.node.commands.status import _show
+from llmnode.node.commands.status_tables import forecast_table
 from llmnode.node.forecasts import FILE, LEAST_TOKENS, MOST, Compared
 from llmnode.node.plan import OwnNode, Plan
 from llmnode.node.status import ModelStatus, ServerReport, as_json
@@ -154,5 +156,34 @@ def test_a_disk_that_hangs_holds_up_neither_the_end_of_a_text_nor_that_of_a_plan
         note_text(MODEL, 100, 9.0, 1.0, 16)
         note_texts(MODEL, 100, 9.0, 4)
         keep_forecast(PLAN)
-        assert hung.count == 3, "they still hang"
+        assert hung.count == 1, "it still hangs, and the others wait for the file"
     assert caplog.text.count("beside a forecast: the cache has not answered") == 3
+
+
+def test_two_programs_that_note_texts_at_once_lose_none() -> None:
+    models = [replace(MODEL, digest=bytes([number]) * 32) for number in range(8)]
+    for model in models:
+        keep_forecast(replace(PLAN, model=model))
+    with ThreadPoolExecutor(len(models)) as pool:  # a lock of a file keeps threads apart as it does programs
+        list(pool.map(lambda model: note_text(model, 100, 9.0, 1.0, 16), models))
+    assert [figures_of(status(model))["one session"].measured for model in models] == [9.0] * len(models)
+
+
+def test_an_entry_that_is_not_finite_is_dropped_alone_and_is_not_written() -> None:
+    damaged = replace(MODEL, digest=b"e" * 32)
+    for model in (MODEL, damaged):
+        keep_forecast(replace(PLAN, model=model))
+    text = cache_folder(FILE).read_text()
+    before, after = text.split(damaged.digest.hex())
+    for value in ("NaN", "Infinity", "1" + 400 * "0"):
+        cache_folder(FILE).write_text(before + damaged.digest.hex() + after.replace("1000000.0", value, 1))
+        assert status(damaged).compared([OWN]) is None
+        assert status().compared([OWN]) is not None
+    note_text(MODEL, 100, float("inf"), 1.0, 16)
+    assert figures_of(status())["one session"].measured is None
+    assert "Infinity" not in cache_folder(FILE).read_text()
+
+
+@pytest.mark.parametrize(("days", "shown"), [(0.001, "1 min"), (0.05, "72 min"), (1, "24 hours"), (30, "30 days")])
+def test_the_age_of_a_forecast_is_in_days_after_some(days: float, shown: str) -> None:
+    assert forecast_table([], days * 86_400).title == f"forecast of `llmnode plan` here, {shown} ago"

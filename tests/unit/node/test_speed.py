@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -258,6 +259,21 @@ def test_a_machine_that_has_become_slower_is_believed_at_the_second_time(
     assert cache.read("one") == speed_of(20.0), "there is no doubt"
     assert keep_after(4.5, 15.0) == 20.0
     assert keep_after(30 + 4.6, 12.0) == 12.0, "more than a month ago the machine was another one"
+
+
+def test_two_servers_that_keep_their_speeds_at_once_lose_none(tmp_path: Path) -> None:
+    cache, keys = SpeedCache(path=tmp_path / "speeds.json"), [str(number) for number in range(16)]
+    with ThreadPoolExecutor(len(keys)) as pool:  # a lock of a file keeps threads apart as it does programs
+        list(pool.map(lambda key: cache.keep(key, speed_of(10.0)), keys))
+    assert [cache.read(key) for key in keys] == [speed_of(10.0)] * len(keys)
+
+
+def test_a_speed_of_another_span_than_start_and_end_says_nothing_of_a_block(tmp_path: Path) -> None:
+    cache = SpeedCache(path=tmp_path / "speeds.json")
+    cache.keep(MODEL_KEY, speed_of(10.0))
+    for span in ("", ":", "4", "a:b", "0:1:2", "0:²", "0:" + 5000 * "9"):
+        cache.keep(cache.key(MODEL, span), speed_of(1e6))
+    assert trio.run(cache.block_rate, MODEL) == 40.0
 
 
 @pytest.mark.parametrize("observed", [20.0, 60_000.0])
