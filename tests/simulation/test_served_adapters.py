@@ -148,7 +148,7 @@ async def test_a_server_that_announces_an_adapter_that_it_does_not_hold_is_passe
                 for other_seed in range(4):
                     await frozen_there_and_back(client, other_seed, adapter)
             assert 1 <= len(watched.failures) <= 4, "it is not asked first in each pass"
-            assert {peer for _, peer in watched.failures} == {peer_named("1c")}
+            assert {peer for _, peer, _ in watched.failures} == {peer_named("1c")}
             await there_and_back(SwarmPasses(router.finder, Codec.RAW), 2, LENGTHS, adapter)
             assert not router.finder.records.bans.is_banned(peer_named("1c"), trio.current_time()), (
                 "that client brings it"
