@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -48,7 +47,7 @@ from llmnode.swarm.former_peers import FormerPeers
 from llmnode.swarm.found_nearby import describe
 from llmnode.swarm.membership import Swarm
 from llmnode.swarm.pool import open_pool
-from llmnode.swarm.remembering import remember
+from llmnode.swarm.remembering import recall, remember
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -257,7 +256,7 @@ async def _joined(
         async with trio.open_nursery() as nursery:
             nursery.start_soon(watch, swarm, report_notice)
             with suppress(PeerError) if not way_in.peers else nullcontext():  # a relay need not be one of ours
-                await swarm.meet_all(contacts, known.read(time.time()))
+                await swarm.meet_all(contacts, await recall(known))
             nursery.start_soon(swarm.run)
             nursery.start_soon(remember, swarm, known)
             yield network, swarm

@@ -14,18 +14,21 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
+from llmnode.core.ids import PeerId
+from llmnode.core.server_figures import error_of
 from llmnode.core.user_input import read_file
 from llmnode.errors import ConfigError
 from llmnode.machine.cache_disk import in_time
 from llmnode.machine.cache_folder import alone_with, cache_folder, write_in_cache
 from llmnode.node.text import counted
+from llmnode.swarm.former_peers import peer_of
 from llmnode.swarm.membership import wall_clock_ms
+from llmnode.swarm.own_nodes import running_nodes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
     from llmnode.core.announcement import Announcement
-    from llmnode.core.ids import PeerId
     from llmnode.core.model import ModelInfo
     from llmnode.core.server_figures import ServerFigures
     from llmnode.node.plan import Plan
@@ -79,6 +82,30 @@ Entries: TypeAlias = dict[str, tuple[Forecast, Measured]]
 
 
 @dataclass(frozen=True, slots=True)
+class Forecasts:
+    """Those of this machine, with what came of them, and the peers of a swarm that run here."""
+
+    entries: Mapping[str, tuple[Forecast, Measured]]
+    own: Collection[PeerId]
+
+
+NO_FORECASTS = Forecasts({}, ())
+
+
+async def read_forecasts(swarm_key: bytes | None) -> Forecasts:
+    """For the swarm of this key. There are none if the disk of the cache hangs."""
+
+    def read() -> Forecasts:
+        return Forecasts(_read(), {PeerId(peer_of(addresses[0])) for addresses in running_nodes(swarm_key)})
+
+    try:
+        return await in_time(read)
+    except TimeoutError as error:
+        log.info("no forecasts are shown: %s", error)
+        return NO_FORECASTS
+
+
+@dataclass(frozen=True, slots=True)
 class Compared:
     """One figure of a forecast beside its measurement. None stands for what is not known, or not measured yet."""
 
@@ -92,7 +119,7 @@ class Compared:
     @property
     def error(self) -> float | None:
         """By which share of the measured value the predicted one is off."""
-        return self.predicted / self.measured - 1 if self.predicted and self.measured and not self.beside else None
+        return None if self.beside else error_of(self.predicted or 0.0, self.measured or 0.0)
 
 
 async def keep_forecast(plan: Plan) -> None:
@@ -149,23 +176,22 @@ async def _note(model: ModelInfo, noted: Callable[[Measured], Measured]) -> None
 
 
 def compared(
+    forecasts: Forecasts,
     key: Sequence[str],
     servers: Sequence[Announcement],
     figures: Mapping[PeerId, ServerFigures],
-    own: Collection[PeerId],
 ) -> tuple[int, list[Compared]] | None:
     """When the forecast was made (in ms), and its figures beside the measured ones; None without a forecast.
 
-    `key` is the digest of a model and its precision. `own` are the peers of this machine. The first of its `servers`
-    with the forecast's number of blocks has its memory and upload compared.
+    `key` is the digest of a model and its precision. The first of its `servers` on this machine with the forecast's
+    number of blocks has its memory and upload compared.
     """
-    found = _read().get("; ".join(key))
-    if found is None:
+    if (found := forecasts.entries.get("; ".join(key))) is None:
         return None
     forecast, measured = found
     used_bytes = memory_bytes = upload_bytes_per_s = 0.0
     for each in servers:
-        if each.peer in own and len(each.offer.span) == forecast.blocks:
+        if each.peer in forecasts.own and len(each.offer.span) == forecast.blocks:
             used_bytes = (each.offer.kv_tokens - each.offer.kv_tokens_free) * forecast.kv_position_bytes
             upload_bytes_per_s = each.offer.speed.upload_bytes_per_s
             told = figures.get(each.peer)

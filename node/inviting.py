@@ -6,7 +6,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from llmnode.core.announcement import PeerState
 from llmnode.core.ids import PeerId
@@ -14,9 +14,11 @@ from llmnode.core.peers.invited import Candidate, DialledFrom, candidate, choose
 from llmnode.core.peers.whereabouts import in_turns, votes
 from llmnode.core.policy import JoinPolicy, LinkPolicy
 from llmnode.errors import ConfigError, PeerError, single_error
+from llmnode.machine.cache_disk import in_time
 from llmnode.models.names import name_elsewhere
 from llmnode.node.asking import look_at
 from llmnode.node.stopping import run_async
+from llmnode.node.text import counted
 from llmnode.swarm.former_peers import FormerPeers, peer_of
 from llmnode.swarm.found_nearby import describe, find_nearby
 from llmnode.swarm.own_nodes import running_nodes
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from llmnode.core.announcement import Announcement
     from llmnode.swarm.membership import Swarm
     from llmnode.swarm.pool import ConnectionPool
+
+T = TypeVar("T")
 
 LOOK_S = 6.0
 """Servers that answer later are not named: the invite is to be of use at once."""
@@ -90,7 +94,7 @@ async def _find(key: bytes | None, report: Callable[[str], None], *, mdns: bool)
 
 
 async def _own(key: bytes | None, _report: Callable[[str], None]) -> list[_Way]:
-    nodes = sorted(running_nodes(key), key=widest)  # which keeps the order of those that are alike
+    nodes = sorted(await _on_disk(partial(running_nodes, key)), key=widest)  # those that are alike keep their order
     return [_Way(HERE, _by_peer(addresses), is_near=False) for addresses in nodes]
 
 
@@ -106,9 +110,17 @@ async def _none(_key: bytes | None, _report: Callable[[str], None]) -> list[_Way
 
 
 async def _former(key: bytes | None, _report: Callable[[str], None]) -> list[_Way]:
-    swarms, at_once = FormerPeers((), key).swarms(time.time())[:MOST_FORMER_SWARMS], JoinPolicy().former_at_once
+    swarms = (await _on_disk(partial(FormerPeers((), key).swarms, time.time())))[:MOST_FORMER_SWARMS]
+    at_once = JoinPolicy().former_at_once
     parts = [peers[first : first + at_once] for peers in swarms for first in range(0, len(peers), at_once)]
     return [_Way(FORMER, peers, is_near=True) for peers in parts]
+
+
+async def _on_disk(work: Callable[[], list[T]]) -> list[T]:
+    """The result of `work` on the cache; nothing if the disk hangs."""
+    with suppress(TimeoutError):
+        return await in_time(work)
+    return []
 
 
 async def _try(way: _Way, key: bytes | None, report: Callable[[str], None]) -> Found | None:
@@ -145,7 +157,7 @@ async def _look(way: _Way, pool: ConnectionPool, swarm: Swarm, report: Callable[
 
 
 def _relays(number: int) -> str:
-    return f"{number} peer{'s' * (number != 1)}, and no server that answers"
+    return f"{counted(number, 'peer')}, and no server that answers"
 
 
 def _ours(way: _Way, serving: Collection[PeerId]) -> list[PeerId]:

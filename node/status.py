@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from llmnode.core.route import uncovered
 from llmnode.core.view import online
 from llmnode.machine.cache_folder import show_bytes
-from llmnode.node.forecasts import compared
+from llmnode.node.forecasts import NO_FORECASTS, compared
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from typing import Any
 
     from llmnode.core.announcement import Announcement
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from llmnode.core.model import Profile
     from llmnode.core.server_figures import ServerFigures
     from llmnode.core.span import Span
-    from llmnode.node.forecasts import Compared
+    from llmnode.node.forecasts import Compared, Forecasts
     from llmnode.wire.messages import Description
 
 
@@ -67,9 +67,9 @@ class ModelStatus:
         answers = {each.peer: self.answers.get(each.peer) for each in self.servers}
         return {peer: each.figures for peer, each in answers.items() if each is not None and each.figures is not None}
 
-    def compared(self, own: Collection[PeerId]) -> tuple[int, list[Compared]] | None:
-        """The forecast of `llmnode plan` on this machine, whose servers are `own`, as of `forecasts.py`."""
-        return compared(self.key, self.servers, self.figures, own)
+    def compared(self, forecasts: Forecasts) -> tuple[int, list[Compared]] | None:
+        """The forecast of `llmnode plan` on this machine: see `forecasts.compared`."""
+        return compared(forecasts, self.key, self.servers, self.figures)
 
     def tokens_per_s(self, before: ModelStatus | None) -> dict[PeerId, float]:
         """The positions a second that servers have computed since an earlier look, prompts among them.
@@ -125,12 +125,9 @@ def as_json(
     unread: int,
     now_ms: int,
     before: Sequence[ModelStatus] = (),
-    own: Collection[PeerId] = (),
+    forecasts: Forecasts = NO_FORECASTS,
 ) -> dict[str, Any]:  # Any: JSON
-    """The JSON has what `llmnode status` shows. `before` is an earlier look, for the work of servers since then.
-
-    `own` are the servers on this machine.
-    """
+    """The JSON has what `llmnode status` shows. `before` is an earlier look, for the work of servers since then."""
     earlier = {each.key: each for each in before}
     rates = {model.key: model.tokens_per_s(earlier.get(model.key)) for model in models}
     return {
@@ -144,7 +141,7 @@ def as_json(
                 "blocks": model.blocks,
                 "holes": [[hole.start, hole.end] for hole in model.holes],
                 "tokens_per_s": model.whole_tokens_per_s(earlier.get(model.key)),
-                "forecast": _forecast_json(model, own),
+                "forecast": _forecast_json(model, forecasts),
                 "servers": [
                     _server_json(each, model, now_ms) | {"tokens_per_s": rates[model.key].get(each.peer)}
                     for each in model.servers
@@ -163,9 +160,9 @@ def bar(span: Span, blocks: int, columns: int, filled: str = "█") -> str:
     return "·" * first + filled * (last - first) + "·" * (columns - last)
 
 
-def _forecast_json(model: ModelStatus, own: Collection[PeerId]) -> dict[str, Any] | None:  # Any: JSON
+def _forecast_json(model: ModelStatus, forecasts: Forecasts) -> dict[str, Any] | None:  # Any: JSON
     """The figures of `llmnode plan` on this machine beside those measured since; null where there is none (yet)."""
-    if (found := model.compared(own)) is None:
+    if (found := model.compared(forecasts)) is None:
         return None
     at_ms, figures = found
     return {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from functools import partial
 from typing import TYPE_CHECKING
 
 from llmnode.core.texts.visible import printable
@@ -23,15 +22,15 @@ from llmnode.node.watching import DOUBLE_FIX, UNREAD, UPDATE
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Collection, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from rich.console import Console, RenderableType
     from rich.live import Live
 
-    from llmnode.core.ids import PeerId
     from llmnode.net.invite import Invite
     from llmnode.node.asking import Look
     from llmnode.node.commands.options import Commands
+    from llmnode.node.forecasts import Forecasts
     from llmnode.node.status import ModelStatus
 
 EVERY_S = 2.0
@@ -71,11 +70,11 @@ def run(arguments: argparse.Namespace) -> int:
         run_async(_watch, way_in(arguments), every_s, arguments.json)
         return 0
     to = way_in(arguments)
-    look = run_async(_look_once, to)
+    look, forecasts = run_async(_look_once, to)
     if arguments.json:
-        _print_json(look, None, _own_servers(to))
+        _print_json(look, None, forecasts)
     else:
-        _show(look.models, _own_servers(to))
+        _show(look.models, forecasts)
         if look.unread:
             tell(f"{UNREAD.format(look.unread)}, so servers may be missing; {UPDATE}")
     if look.clocks.is_ours:
@@ -83,13 +82,14 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if any(not model.holes for model in look.models) else 1
 
 
-async def _look_once(to: Invite) -> Look:
+async def _look_once(to: Invite) -> tuple[Look, Forecasts]:
     from llmnode.core.policy import LinkPolicy
     from llmnode.node.asking import look_at
+    from llmnode.node.forecasts import read_forecasts
     from llmnode.swarm.join import join_swarm
 
     async with join_swarm(to.peers, LinkPolicy(), swarm_key=to.key, is_near=to.is_near) as (pool, swarm):
-        return await look_at(pool, swarm)
+        return await look_at(pool, swarm), await read_forecasts(to.key)
 
 
 async def _watch(to: Invite, every_s: float, as_lines: bool) -> None:
@@ -99,20 +99,23 @@ async def _watch(to: Invite, every_s: float, as_lines: bool) -> None:
 
     from llmnode.core.policy import LinkPolicy
     from llmnode.node.asking import look_at
+    from llmnode.node.forecasts import read_forecasts
     from llmnode.node.stopping import stopped_by_signals
     from llmnode.swarm.join import join_swarm
 
     console = open_console(stderr=False, highlight=False)
     is_live = console.is_terminal and not as_lines
     live = Live(console=console, auto_refresh=False) if is_live else None
-    own = _own_servers(to)
-    show = partial(_print_json, own=own) if as_lines else _drawn_by(console, live)
+    draw = _drawn_by(console, live)
     async with stopped_by_signals(), join_swarm(to.peers, LinkPolicy(), swarm_key=to.key, is_near=to.is_near) as found:
         before = None
         with live or nullcontext():
             while True:
                 look = await look_at(*found, max(every_s, LEAST_LOOK_S))
-                show(look, before)
+                if as_lines:
+                    _print_json(look, before, await read_forecasts(to.key))
+                else:
+                    draw(look, before)
                 before = look
                 await trio.sleep(every_s)
 
@@ -151,23 +154,14 @@ def _now(look: Look, before: Look | None, bar_columns: int) -> Iterator[Renderab
         yield Text(f"{UNREAD.format(look.unread)}, so servers may be missing; {UPDATE}", style="yellow")
 
 
-def _own_servers(to: Invite) -> set[PeerId]:
-    """The peers of this swarm that run on this machine."""
-    from llmnode.core.ids import PeerId
-    from llmnode.swarm.former_peers import peer_of
-    from llmnode.swarm.own_nodes import running_nodes
-
-    return {PeerId(peer_of(addresses[0])) for addresses in running_nodes(to.key) if addresses}
-
-
-def _print_json(look: Look, before: Look | None, own: Collection[PeerId] = ()) -> None:
+def _print_json(look: Look, before: Look | None, forecasts: Forecasts) -> None:
     from llmnode.node.status import as_json
     from llmnode.swarm.membership import wall_clock_ms
 
-    show_json(as_json(look.models, look.unread, wall_clock_ms(), before.models if before else (), own))
+    show_json(as_json(look.models, look.unread, wall_clock_ms(), before.models if before else (), forecasts))
 
 
-def _show(models: Sequence[ModelStatus], own: Collection[PeerId] = ()) -> None:
+def _show(models: Sequence[ModelStatus], forecasts: Forecasts) -> None:
     from llmnode.node.commands.fitted_table import FittedTable
     from llmnode.swarm.membership import wall_clock_ms
 
@@ -182,7 +176,7 @@ def _show(models: Sequence[ModelStatus], own: Collection[PeerId] = ()) -> None:
                 console.print(f"{told}: {DOUBLE_FIX}", style="bold red", markup=False)
         if model.figures:
             console.print(FittedTable(figures_table(model.figures)))
-        if (found := model.compared(own)) is not None:
+        if (found := model.compared(forecasts)) is not None:
             at_ms, figures = found
             console.print(FittedTable(forecast_table(figures, (wall_clock_ms() - at_ms) / 1000)))
         console.print(_coverage(model))

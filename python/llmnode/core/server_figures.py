@@ -33,17 +33,17 @@ class ServerFigures:
     @property
     def speed_error(self) -> float | None:
         """By which share of the measured rate the predicted one is off. None until both are known."""
-        return _error(self.predicted_tokens_per_s, self.measured_tokens_per_s)
+        return error_of(self.predicted_tokens_per_s, self.measured_tokens_per_s)
 
     @property
     def prefill_error(self) -> float | None:
         """The same for prompts."""
-        return _error(self.predicted_prefill_tokens_per_s, self.measured_prefill_tokens_per_s)
+        return error_of(self.predicted_prefill_tokens_per_s, self.measured_prefill_tokens_per_s)
 
     @property
     def memory_error(self) -> float | None:
         """The same for the memory."""
-        return _error(self.predicted_bytes, self.measured_bytes)
+        return error_of(self.predicted_bytes, self.measured_bytes)
 
 
 def server_figures(
@@ -69,5 +69,6 @@ def server_figures(
     )
 
 
-def _error(predicted: float, measured: float) -> float | None:
+def error_of(predicted: float, measured: float) -> float | None:
+    """By which share of the measured value the predicted one is off; None if one of them is not known (0)."""
     return predicted / measured - 1 if predicted and measured else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,7 @@ from llmnode.net.host import open_network
 from llmnode.swarm.former_peers import FormerPeers
 from llmnode.swarm.membership import Swarm
 from llmnode.swarm.pool import ConnectionPool, open_pool
-from llmnode.swarm.remembering import remember
+from llmnode.swarm.remembering import recall, remember
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -50,7 +49,7 @@ async def join_swarm(
             swarm = Swarm(network, pool, SwarmPolicy(), contacts=contacts, directory=directory, roams=False)
             for address in peers if is_near else ():
                 network.note_near(address)
-            await swarm.meet_all(peers, known.read(time.time()))
+            await swarm.meet_all(peers, await recall(known))
             nursery.start_soon(swarm.run)
             nursery.start_soon(remember, swarm, known)
             yield pool, swarm

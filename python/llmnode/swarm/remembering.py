@@ -1,14 +1,20 @@
-"""A node writes down the peers that it knows while it runs, for its next run."""
+"""A node writes down the peers that it knows while it runs, and reads them in its next run.
+
+The disk may hang (`machine/cache_disk.py`): the node then goes on without them.
+"""
 
 from __future__ import annotations
 
+import logging
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 import trio
 
 from llmnode.core.announcement import PeerState
 from llmnode.core.policy import JoinPolicy
+from llmnode.machine.cache_disk import in_time
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,16 +23,35 @@ if TYPE_CHECKING:
     from llmnode.swarm.former_peers import FormerPeers
     from llmnode.swarm.membership import Swarm
 
+log = logging.getLogger(__name__)
+
+
+async def recall(known: FormerPeers) -> list[list[str]]:
+    """The addresses of each peer of former runs; none if the disk hangs."""
+    try:
+        return await in_time(partial(known.read, time.time()))
+    except TimeoutError as error:
+        log.info("no peers of former runs are known: %s", error)
+        return []
+
 
 async def remember(swarm: Swarm, known: FormerPeers, policy: JoinPolicy | None = None) -> NoReturn:
     """Have `known` write the other peers of the view, now and then, and at the end, when this is cancelled."""
     every_s = (policy or JoinPolicy()).remember_every_s
     try:
         while True:
-            await trio.to_thread.run_sync(known.write, _peers(swarm), time.time())
+            await _write(known, swarm)
             await trio.sleep(every_s)
     finally:
-        known.write(_peers(swarm), time.time())
+        with trio.CancelScope(shield=True):
+            await _write(known, swarm)
+
+
+async def _write(known: FormerPeers, swarm: Swarm) -> None:
+    try:
+        await in_time(partial(known.write, _peers(swarm), time.time()))
+    except TimeoutError as error:
+        log.info("the peers of this run are not remembered: %s", error)
 
 
 def _peers(swarm: Swarm) -> list[Sequence[str]]:

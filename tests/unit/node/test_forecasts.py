@@ -20,7 +20,7 @@ from llmnode.machine.cache_folder import cache_folder
 from llmnode.node import forecasts
 from llmnode.node.commands.status import _show
 from llmnode.node.commands.status_tables import forecast_table
-from llmnode.node.forecasts import FILE, LEAST_TOKENS, MOST, Compared
+from llmnode.node.forecasts import FILE, LEAST_TOKENS, MOST, NO_FORECASTS, Compared, Forecasts
 from llmnode.node.plan import OwnNode, Plan
 from llmnode.node.status import ModelStatus, ServerReport, as_json
 from llmnode.wire.messages import Description
@@ -63,14 +63,23 @@ def status(model: ModelInfo = MODEL, span: Span = NODE.span, measured_bytes: int
     return ModelStatus(model.name, model.digest.hex(), model.precision.name, model.blocks, [server], {OWN: report})
 
 
+def forecasts_of(*own: PeerId) -> Forecasts:
+    """Those that are kept. `own` are the servers on this machine."""
+    return replace(trio.run(forecasts.read_forecasts, None), own=own)
+
+
+def is_known(model: ModelStatus) -> bool:
+    return model.compared(forecasts_of()) is not None
+
+
 def figures_of(model: ModelStatus, *own: PeerId) -> dict[str, Compared]:
-    found = model.compared(own)
+    found = model.compared(forecasts_of(*own))
     assert found is not None
     return {each.name: each for each in found[1]}
 
 
 def test_each_figure_of_a_forecast_is_shown_beside_what_was_measured_since() -> None:
-    assert status().compared([OWN]) is None
+    assert not is_known(status())
     keep_forecast(PLAN)
     session = PLAN.with_it.session
     assert session is not None
@@ -108,12 +117,12 @@ def test_a_new_forecast_begins_anew_and_other_models_have_none() -> None:
     note_text(other, 100, 9.0, 1.0, 16)
     note_text(MODEL, 100, 9.0, 1.0, 16)
     assert figures_of(status())["one session"].measured == 9.0
-    assert status(other).compared([OWN]) is None
+    assert not is_known(status(other))
     keep_forecast(PLAN)
     assert figures_of(status())["one session"].measured is None
     for number in range(MOST + 1):
         keep_forecast(replace(PLAN, model=replace(MODEL, digest=bytes([number]) * 32)))
-    assert status().compared([OWN]) is None, "the oldest one goes"
+    assert not is_known(status()), "the oldest one goes"
 
 
 @pytest.mark.parametrize(
@@ -125,21 +134,21 @@ def test_a_damaged_file_counts_as_none(part: str, other: str) -> None:
     text = file.read_text()
     assert part in text
     file.write_text(text.replace(part, other))
-    assert status().compared([OWN]) is None
+    assert not is_known(status())
     keep_forecast(PLAN)
-    assert status().compared([OWN]) is not None
+    assert is_known(status())
 
 
 def test_the_table_and_the_json_say_what_is_not_measured_yet(capsys: pytest.CaptureFixture[str]) -> None:
-    assert as_json([status()], 0, 0)["models"][0]["forecast"] is None
+    assert as_json([status()], 0, 0, (), forecasts_of())["models"][0]["forecast"] is None
     keep_forecast(PLAN)
     note_text(MODEL, 100, 9.0, 1.0, 100)
-    _show([status()], [OWN])
+    _show([status()], forecasts_of(OWN))
     lines = capsys.readouterr().out.splitlines()
     for name, shown in [("one session", "9.0 tokens/s"), ("8 sessions", "not measured yet"), ("memory", "11 MiB")]:
         assert any(line.startswith(name) and shown in line for line in lines)
     assert any(line.startswith("first token of 16") and "1.00 s for 100 tokens" in line for line in lines)
-    forecast = as_json([status()], 0, 0, own=[OWN])["models"][0]["forecast"]
+    forecast = as_json([status()], 0, 0, (), forecasts_of(OWN))["models"][0]["forecast"]
     one, first, several, *_ = forecast["figures"]
     assert one["measured"] == 9.0
     assert one["error"] == pytest.approx(one["predicted"] / 9.0 - 1)
@@ -147,7 +156,7 @@ def test_the_table_and_the_json_say_what_is_not_measured_yet(capsys: pytest.Capt
     assert (several["measured"], several["unit"]) == (None, "tokens/s")
 
 
-def test_a_disk_that_hangs_holds_up_neither_the_end_of_a_text_nor_that_of_a_plan(
+def test_a_disk_that_hangs_holds_up_neither_the_end_of_a_text_nor_a_plan_nor_a_status(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     keep_forecast(PLAN)
@@ -158,6 +167,8 @@ def test_a_disk_that_hangs_holds_up_neither_the_end_of_a_text_nor_that_of_a_plan
         keep_forecast(PLAN)
         assert hung.count == 1, "it still hangs, and the others wait for the file"
     assert caplog.text.count("beside a forecast: the cache has not answered") == 3
+    with hanging(monkeypatch, forecasts, "read_file"):
+        assert trio.run(forecasts.read_forecasts, None) == NO_FORECASTS
 
 
 def test_two_programs_that_note_texts_at_once_lose_none() -> None:
@@ -177,8 +188,8 @@ def test_an_entry_that_is_not_finite_is_dropped_alone_and_is_not_written() -> No
     before, after = text.split(damaged.digest.hex())
     for value in ("NaN", "Infinity", "1" + 400 * "0"):
         cache_folder(FILE).write_text(before + damaged.digest.hex() + after.replace("1000000.0", value, 1))
-        assert status(damaged).compared([OWN]) is None
-        assert status().compared([OWN]) is not None
+        assert not is_known(status(damaged))
+        assert is_known(status())
     note_text(MODEL, 100, float("inf"), 1.0, 16)
     assert figures_of(status())["one session"].measured is None
     assert "Infinity" not in cache_folder(FILE).read_text()

@@ -19,6 +19,7 @@ from llmnode.node.cli import main
 from llmnode.node.commands.fitted_table import FittedTable
 from llmnode.node.commands.status import _drawn_by, _show
 from llmnode.node.commands.status_tables import BESIDE_BAR, LEAST_BAR, figures_table, status_table, watch_table
+from llmnode.node.forecasts import NO_FORECASTS
 from llmnode.node.status import ModelStatus, ServerReport, as_json, figures_line
 from llmnode.wire.messages import Description
 from unit.streams import streams
@@ -91,7 +92,7 @@ def test_the_words_of_servers_neither_steer_the_terminal_nor_style_the_table() -
         {},
     )
     with streams(out := io.StringIO(), io.StringIO()):
-        _show([model])
+        _show([model], NO_FORECASTS)
     terminal = Terminal()
     terminal.feed(out.getvalue())
     assert terminal.obeyed == [] and "\u202e" not in terminal.shown
@@ -206,7 +207,7 @@ def test_the_map_of_blocks_is_drawn_in_the_characters_that_stdout_has(encoding: 
     model = looked_at(1.0, {"A": 1}, Span(0, 15))
     stdout = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     with streams(stdout, io.StringIO()):
-        _show([model])
+        _show([model], NO_FORECASTS)
         stdout.flush()
     assert isinstance(stdout.buffer, io.BytesIO)
     shown = stdout.buffer.getvalue().decode(encoding)

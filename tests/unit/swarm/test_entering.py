@@ -22,8 +22,9 @@ from llmnode.swarm import former_peers
 from llmnode.swarm.entering import enter
 from llmnode.swarm.former_peers import FormerPeers
 from llmnode.swarm.join import join_swarm
-from llmnode.swarm.remembering import remember
+from llmnode.swarm.remembering import recall, remember
 from unit.exact_nodes import exact_node
+from unit.hanging import gone_on, hanging
 from unit.in_trio import in_trio
 
 if TYPE_CHECKING:
@@ -293,6 +294,21 @@ async def test_a_node_remembers_the_others_and_not_itself(remembered: Callable[.
             scope.cancel()
             await remember(second.swarm, known)
         assert known.read(time.time()) == [list(server.addresses)]
+
+
+@in_trio
+async def test_a_disk_that_hangs_holds_up_neither_the_start_of_a_node_nor_its_end(
+    remembered: Callable[..., FormerPeers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = remembered([CONTACT], None)
+    async with exact_node() as server, exact_node(peers=server.addresses) as second:
+        with hanging(monkeypatch, former_peers, "read_file") as hung:
+            assert await recall(known) == []
+            with trio.CancelScope() as scope:
+                scope.cancel()
+                await remember(second.swarm, known)
+            assert hung.count == 1
+        await gone_on()
 
 
 @in_trio
