@@ -6,8 +6,7 @@ import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
-from llmnode.core.peers.whereabouts import in_turns
-from llmnode.net.addresses import CIRCUIT
+from llmnode.core.peers.whereabouts import CIRCUIT, in_turns
 from llmnode.node.reach import look_by_version
 
 if TYPE_CHECKING:

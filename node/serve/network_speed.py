@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import trio
 
+from llmnode.core.peers.whereabouts import CIRCUIT
 from llmnode.core.policy import ProbePolicy
 from llmnode.core.speed import NetworkSpeed, observed_upload, usual_rate
 from llmnode.core.view import online
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
     from llmnode.swarm.peer_connection import PeerConnection
 
 log = logging.getLogger(__name__)
-
-CIRCUIT = "/p2p-circuit"
 
 
 async def keep_measuring(

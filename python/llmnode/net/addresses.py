@@ -9,7 +9,6 @@ import ipaddress
 import re
 import socket
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 import psutil
@@ -18,8 +17,10 @@ from libp2p.peer.peerinfo import InvalidAddrError, PeerInfo, info_from_p2p_addr
 from multiaddr import Multiaddr
 from multiaddr.exceptions import Error as MultiaddrError
 
+from llmnode.core.alternating import alternating
 from llmnode.core.ids import PeerId
 from llmnode.core.peers.dial_gate import PUBLIC, scope_of
+from llmnode.core.peers.whereabouts import CIRCUIT
 from llmnode.errors import ConfigError
 from llmnode.wire.fields import ADDRESS_CHARS
 
@@ -32,7 +33,6 @@ HOSTS = ("ip4", "ip6", "dns", "dns4", "dns6")
 
 _HOST_AND_PORT = re.compile(r"(\w+://)?(?P<host>[\w.-]+|\[[0-9a-fA-F:]+\]):(?P<port>\d{1,5})/?")
 
-CIRCUIT = "/p2p-circuit"
 
 # Multiaddrs as bytes: https://github.com/multiformats/multiaddr/blob/master/protocols.csv
 _IP_ENDS = {b"\x04": 5, b"\x29": 17}
@@ -152,14 +152,9 @@ def all_reachable(addresses: Iterable[Multiaddr]) -> list[str]:
     found = [_reachable(each) for each in addresses]
     public = [[each for each in several if scope_of(each.host) == PUBLIC] for several in found]
     others = [[each for each in several if scope_of(each.host) != PUBLIC] for several in found]
-    in_order = [*_in_turn(public), *_in_turn(others)]
+    in_order = [*alternating(public), *alternating(others)]
     told = [each for each in in_order if not each.is_spare] or in_order
     return list(dict.fromkeys(each.address for each in told))
-
-
-def _in_turn(lists: Iterable[Sequence[_At]]) -> list[_At]:
-    """The first of each, then the second of each, and so on."""
-    return [each for turn in zip_longest(*lists) for each in turn if each is not None]
 
 
 def _reachable(address: Multiaddr) -> list[_At]:

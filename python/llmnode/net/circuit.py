@@ -18,8 +18,9 @@ from libp2p.relay.circuit_v2.pb import circuit_pb2 as pb
 from multiaddr import Multiaddr
 
 from llmnode.core.ids import PeerId
+from llmnode.core.peers.whereabouts import CIRCUIT
 from llmnode.errors import PeerError, PeerUnreachable, RemoteProtocolError
-from llmnode.net.addresses import CIRCUIT, circuit_address, host_and_port
+from llmnode.net.addresses import circuit_address, host_and_port
 from llmnode.net.circuit_wire import HOP, CircuitConnection, leave, name_of, receive, send
 from llmnode.net.connections import connection_of, open_stream
 from llmnode.net.explain import explain_failure, innermost

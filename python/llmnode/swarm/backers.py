@@ -10,11 +10,11 @@ import math
 import random
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 import trio
 
+from llmnode.core.alternating import alternating
 from llmnode.core.peers.whereabouts import in_turns
 from llmnode.core.placement.claims import of_weights
 from llmnode.core.placement.precisions import BACKERS, ServedPrecision, backing_servers, served_precisions
@@ -33,8 +33,8 @@ MOST_ASKED = 64
 PATIENCE_S = 1.0
 """Others are asked beside a server that has not answered by then. Its dial goes on: its first packet may be lost."""
 LATE_ADDRESSES = 12
-"""Late dials go on to this many addresses at most: half of those that are dialled at once on a stranger's word. The
-others are for those asked next."""
+"""Late dials go on to this many addresses at most. So half of the dials on a stranger's word (`SHARE_OF_STRANGERS` of
+`BudgetPolicy.dials`) is left for those asked next."""
 
 
 class Backers:
@@ -61,7 +61,10 @@ class Backers:
         return served
 
     async def answering(self, precisions: Collection[Precision], timeout_s: float) -> dict[PeerId, str]:
-        """The address groups of those that answer in this time, of servers in two groups for each block of each."""
+        """Ask servers in two address groups for each block, in each of the `precisions`.
+
+        Returns the address groups of those that answer in this time.
+        """
         return await self._ask(precisions, timeout_s, lambda _groups: False)
 
     async def _ask(
@@ -149,8 +152,7 @@ class _Inquiry:
         in_time = self._in_time()
         chosen = [backing_servers(own, self.groups, self._met, in_time, self._late) for own in self._by_precision]
         # In turn: inventions in one precision do not use up the tries of the others.
-        in_turn = [each for turn in zip_longest(*chosen) for each in turn if each is not None]
-        return in_turn[: MOST_ASKED - self._asked]
+        return alternating(chosen)[: MOST_ASKED - self._asked]
 
     def _in_time(self) -> set[PeerId]:
         return self._dials.keys() - self._late

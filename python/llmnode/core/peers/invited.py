@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import zip_longest
 from typing import TYPE_CHECKING
 
+from llmnode.core.alternating import alternating
 from llmnode.core.peers.dial_gate import PUBLIC, scope_of
-from llmnode.core.peers.whereabouts import claimed_group
+from llmnode.core.peers.whereabouts import CIRCUIT, claimed_group
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -21,7 +21,6 @@ MOST_PEERS = 4
 """One that answers is enough, and some may be gone by the time that somebody uses the invite."""
 MOST_ADDRESSES = 5
 """Those of all these peers. A QR code of them, a key and a model fits into a terminal of 80 columns."""
-_CIRCUIT = "/p2p-circuit"
 _PRIVATE_NAMES = (".local", ".lan", ".home", ".internal", ".home.arpa")
 """The DNS of the internet has no names that end so (RFC 6762 and 8375, and a resolution of ICANN)."""
 
@@ -49,7 +48,7 @@ class Candidate:
 
 
 def candidate(addresses: Iterable[str], met_in: str | None) -> Candidate:
-    """A stranger that announces `addresses`. It is known at those of the address group where we are connected to it."""
+    """A stranger that announces `addresses`. Those in the address group where we are connected to it are known."""
     found = list(dict.fromkeys(addresses))
     known = [each for each in found if claimed_group(each) == met_in]
     return Candidate(known, [each for each in found if each not in known])
@@ -65,7 +64,7 @@ def dialled_from(address: str) -> DialledFrom:
         return DialledFrom.INTERNET
     if scope == "machine":
         return DialledFrom.MACHINE
-    # An IPv6 address of a link needs the interface's name, which other machines have another one for.
+    # An IPv6 address of a link needs the name of an interface, which differs between machines.
     is_nowhere = scope is None or (scope == "link" and kind == "ip6")
     return DialledFrom.NOWHERE if is_nowhere else DialledFrom.NETWORK
 
@@ -113,8 +112,7 @@ def choose_invited(peers: Iterable[Candidate]) -> tuple[str, ...]:
         groups.add(group)
     ours = [each for each in usable if each.is_ours][:1]
     chosen = [*ours, *(each for each in (*first, *rest) if each not in ours)][:MOST_PEERS]
-    in_turns = (address for turn in zip_longest(*map(_in_order, chosen)) for address in turn if address is not None)
-    return tuple(in_turns)[:MOST_ADDRESSES]
+    return tuple(alternating(map(_in_order, chosen)))[:MOST_ADDRESSES]
 
 
 def _within(peer: Candidate, most: DialledFrom) -> Candidate:
@@ -122,7 +120,7 @@ def _within(peer: Candidate, most: DialledFrom) -> Candidate:
     known = sorted((each for each in dict.fromkeys(peer.known) if dialled_from(each) <= most), key=_cost)
     others = (each for each in dict.fromkeys(peer.claims) if each not in known)
     claims = sorted((each for each in others if dialled_from(each) <= DialledFrom.NETWORK), key=_cost)
-    public = [each for each in known if dialled_from(each) is DialledFrom.INTERNET and _CIRCUIT not in each]
+    public = [each for each in known if dialled_from(each) is DialledFrom.INTERNET and CIRCUIT not in each]
     return Candidate(_without_private(known, public), _without_private(claims, public), peer.is_ours)
 
 
@@ -148,4 +146,4 @@ def _rank(peer: Candidate) -> tuple[bool, DialledFrom, bool]:
 
 
 def _cost(address: str) -> tuple[DialledFrom, bool]:
-    return dialled_from(address), _CIRCUIT in address
+    return dialled_from(address), CIRCUIT in address

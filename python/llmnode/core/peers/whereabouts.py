@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from llmnode.core.announcement import Announcement
     from llmnode.core.ids import PeerId
 
+CIRCUIT = "/p2p-circuit"
+"""The part of a multiaddr between those of a relay and of the peer behind it."""
 RELAYED = "behind relays"
 NOWHERE = "at no IP address"
 """Peers that announce names alone, or nothing, are one group, too."""
@@ -36,7 +38,7 @@ NOWHERE = "at no IP address"
 @lru_cache(maxsize=4096)
 def claimed_group(address: str) -> str:
     """The group of a multiaddr that a peer announces."""
-    if "/p2p-circuit" in address:
+    if CIRCUIT in address:
         return RELAYED
     parts = address.split("/")
     return address_groups(parts[2])[0] if len(parts) > 2 and parts[1] in ("ip4", "ip6") else NOWHERE
