@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from llmnode.errors import ConfigError
-from llmnode.node.commands.joining import add_mdns, check_peers, invited_from, ways_with_model
+from llmnode.node.commands.joining import add_mdns, check_peers, warning_of_reach, ways_with_model
 from llmnode.node.commands.options import add_command
 from llmnode.node.terminal import say, show, show_json
 from llmnode.node.values import model, path
@@ -92,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
     invite = write_invite(found)
     if not found.peers:
         say("it names no peers to join through: start a relay or a server with this key, and then do this again")
-    elif told := invited_from(reach):
+    elif told := warning_of_reach(reach):
         say(told)
     if found.key is not None:
         say("whoever has this can join: send it to members alone, over what nobody else reads")

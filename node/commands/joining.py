@@ -123,7 +123,7 @@ def ways_with_model(invite: str) -> tuple[str, str]:
     )
 
 
-def invited_from(reach: DialledFrom) -> str:
+def warning_of_reach(reach: DialledFrom) -> str:
     """A line for the maker of an invite whose peers have this `reach`, if not everybody can dial them; "" otherwise."""
     from llmnode.core.peers.invited import DialledFrom
 
@@ -152,17 +152,17 @@ def _everywhere() -> str:
     return " ".join(f"--listen {each.removesuffix('/0')}/{PORT}" for each in everywhere(listenable_ips()))
 
 
-def private_invite(key: object, peers: Sequence[str], model: str | None = None) -> str:
-    """A line that says how to invite to a private swarm, of which a node was given the `key`: a file, or an invite.
+def private_invite(given_key: Path | str | None, peers: Sequence[str], model: str | None = None) -> str:
+    """A line that says how to invite to a private swarm, of which a node was given the key: a file, or an invite.
 
     The node does not print the invite itself, though its user may see it: what a server prints ends up in logs.
     """
     from llmnode.net.invite import is_invite
 
-    if key is None or is_invite(key):
+    if given_key is None or is_invite(given_key):
         return "others join by the invite that this node was started with, which has the key"
     named = ["--model", model] if model is not None else []
-    command = shlex.join(["llmnode", "invite", "--swarm-key", str(key), "--peers", *peers, *named])
+    command = shlex.join(["llmnode", "invite", "--swarm-key", str(given_key), "--peers", *peers, *named])
     return f"its invite has the key, and is not shown here: {command}"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from llmnode.node.commands.joining import add_peers, invited_from, private_invite, way_in
+from llmnode.node.commands.joining import add_peers, private_invite, warning_of_reach, way_in
 from llmnode.node.commands.options import (
     add_announce,
     add_command,
@@ -114,5 +114,5 @@ def _ready(network: Libp2pNetwork, arguments: argparse.Namespace, *, is_private:
         show("an invite that names the model, too: llmnode invite")
     elif peers:
         show(private_invite(arguments.swarm_key, peers))
-    if told := invited_from(widest(peers)):
+    if told := warning_of_reach(widest(peers)):
         tell(told)

@@ -25,6 +25,7 @@ from llmnode.node.terminal import show, show_json, tell
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from llmnode.net.invite import Invite
     from llmnode.node.app import NodeConfig
@@ -154,7 +155,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _serve(
-    config: NodeConfig, drain_s: float, warning: str, key: object, *, until_stdin_closes: bool, as_json: bool
+    config: NodeConfig,
+    drain_s: float,
+    warning: str,
+    given_key: Path | str | None,
+    *,
+    until_stdin_closes: bool,
+    as_json: bool,
 ) -> None:
     import trio
 
@@ -188,7 +195,7 @@ async def _serve(
             if as_json:
                 _ready_json(node)
             else:
-                _ready(node, key)
+                _ready(node, given_key)
             tell_figures(node, as_json=as_json)
             if not config.relays:
                 nursery.start_soon(_warn_if_unreached, node, as_json)
@@ -251,31 +258,29 @@ def _left(sessions: int) -> str:
 
 
 def _invite(node: RunningNode) -> Invite | None:
-    """An invite for others; None for a private swarm, since its key belongs in no log, and for a node that announces
-    no address where others could be. It names no model of which only this machine has the files.
+    """An invite for others, without the key of a private swarm; None for a node that announces no address where others
+    could be. It names no model of which only this machine has the files.
     """
     from llmnode.core.peers.invited import Candidate, choose_invited
     from llmnode.models.names import name_elsewhere
     from llmnode.net.invite import Invite
 
-    if node.is_private or not (peers := choose_invited([Candidate(node.addresses)])):
-        return None
-    return Invite(peers, model=name_elsewhere(node.model.name, node.model.digest))
+    peers = choose_invited([Candidate(node.addresses)])
+    return Invite(peers, model=name_elsewhere(node.model.name, node.model.digest)) if peers else None
 
 
-def _ready(node: RunningNode, key: object = None) -> None:
-    """`key` is that of its swarm, as it was given: a file or an invite."""
-    from llmnode.core.peers.invited import Candidate, choose_invited
-    from llmnode.models.names import name_elsewhere
+def _ready(node: RunningNode, given_key: Path | str | None = None) -> None:
+    """`given_key` is a file with the key of its swarm, or an invite, as the user gave it."""
     from llmnode.net.invite import write_invite
 
     behind = "" if node.addresses == node.listening else f", listening at {' '.join(node.listening)}"
     show(printable(f"ready: blocks {node.span} of {node.model.name} at {' '.join(node.addresses)}{behind}"))
     for each in node.server.own_adapters:
         show(f"adapter {each.name}: rank {each.rank}, digest {each.digest.hex()}")
-    if node.is_private and (peers := choose_invited([Candidate(node.addresses)])):
-        show(private_invite(key, peers, name_elsewhere(node.model.name, node.model.digest)))
     if (invite := _invite(node)) is None:
+        return
+    if node.is_private:
+        show(private_invite(given_key, invite.peers, invite.model))
         return
     if invite.model is not None:
         show(f"to use or join it: llmnode chat|generate|status|serve {write_invite(invite)}")
@@ -288,7 +293,7 @@ def _ready(node: RunningNode, key: object = None) -> None:
 def _ready_json(node: RunningNode) -> None:
     from llmnode.net.invite import write_invite
 
-    invite = _invite(node)
+    invite = None if node.is_private else _invite(node)  # its key belongs in no log
     event = {
         "event": "ready",
         "peer": node.peer,

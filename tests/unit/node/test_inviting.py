@@ -31,7 +31,7 @@ from llmnode.node.app import open_relay
 from llmnode.node.cli import main
 from llmnode.node.commands import relay
 from llmnode.node.commands.invite import IN_FILE, _model_of
-from llmnode.node.commands.joining import invited_from, private_invite
+from llmnode.node.commands.joining import private_invite, warning_of_reach
 from llmnode.node.inviting import FORMER, HERE, NEARBY, Found, ServedModel
 from llmnode.node.settings import NO_OPTIONS
 from llmnode.swarm import former_peers
@@ -190,7 +190,7 @@ def test_it_is_said_where_an_invite_is_of_use(host: str, words: str, capsys: pyt
     assert main(["invite", "--peers", PEER.format(host)]) == 0
     out, lines = said(capsys)
     assert read_invite(out).peers == (PEER.format(host),)
-    assert bool(words) == bool(lines) == bool(invited_from(widest([PEER.format(host)])))
+    assert bool(words) == bool(lines) == bool(warning_of_reach(widest([PEER.format(host)])))
     assert not words or words in lines[0]
 
 
@@ -219,10 +219,10 @@ def test_an_invite_with_a_key_is_to_be_in_a_file(capsys: pytest.CaptureFixture[s
 
 
 def test_where_others_do_not_reach_the_options_that_help_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "--announce ADDRESS" in (told := invited_from(DialledFrom.NETWORK)) and "--relay ADDRESS" in told
+    assert "--announce ADDRESS" in (told := warning_of_reach(DialledFrom.NETWORK)) and "--relay ADDRESS" in told
     for ips, over_6 in ((["192.168.1.5"], False), (["192.168.1.5", "fe80::1"], False), (["2a00:1450::1"], True)):
         monkeypatch.setattr(listeners, "listenable_ips", lambda ips=ips: ips)
-        told = invited_from(DialledFrom.MACHINE)
+        told = warning_of_reach(DialledFrom.MACHINE)
         assert "--listen /ip4/0.0.0.0/tcp/4001" in told and ("--listen /ip6/::/tcp/4001" in told) == over_6
 
 
