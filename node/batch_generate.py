@@ -72,7 +72,7 @@ class Meter:
     def summary(self) -> str:
         took_s = time.perf_counter() - self._began_s
         done = f"{counted(self.texts, 'text')}, {counted(self.tokens, 'token')}"
-        return f"{done} in {took_s:.1f} s: {self.tokens / took_s:.1f} tokens/s"
+        return f"{done} in {took_s:.1f} s: {self.tokens_per_s:.1f} tokens/s"
 
 
 @contextmanager

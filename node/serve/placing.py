@@ -1,4 +1,7 @@
-"""The blocks that a node serves, and their precision, by what it knows of the swarm. `core/placement/` chooses."""
+"""The blocks that a node serves, and their precision. `core/placement/` chooses, by what the node knows of the swarm.
+
+Servers of several precisions are asked whether they answer.
+"""
 
 from __future__ import annotations
 

@@ -116,7 +116,10 @@ class PeerError(LlmnodeError):
         return self
 
     def again(self) -> Self:
-        """A fresh copy, so that no error object collects the tracebacks of all that wait for one event."""
+        """A fresh copy, so that no error object collects the tracebacks of all that wait for one event.
+
+        It has no `waited_s`: each of them says how long it has waited itself.
+        """
         return type(self)(self.message, peer=self.peer, span=self.span)
 
     def __str__(self) -> str:

@@ -216,8 +216,9 @@ def usual_rate(by_group: Mapping[str, Iterable[float]]) -> float:
 def observed_upload(probed_bytes_per_s: float, by_group: Mapping[str, Iterable[float]]) -> float:
     """The upload of a node, by its latest probes and by the rates that peers of sessions have told since (`SendRates`).
 
-    The median counts of the probes and the best rate of each address group. It is the higher one of two, as a single
-    peer may have a slow line itself. Peers can shift it to half of the probes and to twice at most. 0 without probes.
+    It is the median of the probes' rate and the best rate of each address group. The higher one of two middle rates
+    counts, as a single peer may have a slow line itself. Peers can shift it to half of the probes' rate and to
+    twice at most. 0 without probes.
     """
     best = [max(rates) for rates in by_group.values()]
     usual = median_high([probed_bytes_per_s, *best])

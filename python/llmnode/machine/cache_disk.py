@@ -1,7 +1,7 @@
 """Waits for the disk of the cache for a short time only: a home folder on a network may hang for ever.
 
 The work goes on in its thread, which holds up neither the start of a program nor its end. There is one thread at a
-time. While one hangs, further work fails at once: each attempt would else take a thread, and the time.
+time. While one hangs, further work fails at once. Otherwise each attempt would take a thread, and two seconds.
 """
 
 from __future__ import annotations

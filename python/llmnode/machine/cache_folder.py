@@ -79,9 +79,9 @@ def write_in_cache(file: Path, text: str, mode: int = 0o644) -> None:
 
 @contextmanager
 def alone_with(file: Path) -> Iterator[None]:
-    """In the body, no other program is here for the same file of the cache: it may read the file and write it anew.
+    """Holds the lock of a file of the cache, so that the body may read the file and write it anew.
 
-    It waits for the others, so call it with `cache_disk.in_time`. A disk that knows no locks has none.
+    It waits for other programs, so call it with `cache_disk.in_time`. On a disk that knows no locks there is none.
 
     Raises OSError, or ConfigError as `make_in_cache`.
     """

@@ -65,7 +65,9 @@ class PeerRecords:
         self._reaching = reaching
         self._trials = trials
         self._crowded = Bans(policy.route.ban_s, policy.route.longest_ban_s)
-        self._full_until_s: dict[PeerId, float] = {}  # peers without free KV for a session, by their own estimate
+        self._full_until_s: dict[
+            PeerId, float
+        ] = {}  # peers without KV, or without a place for our link, by their own word
 
     def tell_absence(self, absence: NoRoute, until_s: float) -> None:
         """Log why a search that goes on until then has found no peer. All searches of a client say a reason once."""
@@ -74,12 +76,12 @@ class PeerRecords:
             log.warning("%s; trying again for %.0f s", absence, until_s - now_s)
 
     def note_full(self, peer: PeerId, retry_after_s: float, now_s: float) -> None:
-        """The peer says that it has no KV for a session for this time."""
+        """The peer says that it has no KV for a session, or no place for our link, for this time."""
         still = {each: until_s for each, until_s in self._full_until_s.items() if until_s > now_s}
         self._full_until_s = {**still, peer: now_s + retry_after_s}
 
     def note_crowded(self, peer: PeerId, now_s: float) -> None:
-        """The peer has ended our link for others. It counts as full, for longer each time: it is its word."""
+        """The peer has ended our link for others. It counts as full, for longer each time: we have its word alone."""
         self._crowded.report(peer, now_s)
         self.note_full(peer, self._crowded.left_s(peer, now_s), now_s)
 
@@ -149,7 +151,7 @@ class PeerRecords:
         believed = self.standing.costs(candidates, now_s, explored)
         reached, costs, penalties = {*began_s, *round_trips_s}, dict(believed), self.suspicion.penalties(now_s)
         penalties |= {peer: self._policy.route.second_hop_cost * penalties.get(peer, 1.0) for peer in beside}
-        full = {peer for peer, until_s in self._full_until_s.items() if until_s > now_s}
+        full = {peer for peer in self._full_until_s if self.is_full(peer, now_s)}
         full |= {
             each.peer
             for each in (announcements if needs_kv else ())

@@ -1,8 +1,8 @@
-"""The nodes that run on this machine, each in a file of the cache while it runs: `llmnode invite` finds them so.
+"""The nodes that run on this machine, each in a file of the cache: `llmnode invite` and `status` find them so.
 
 mDNS tells of no relay and of no private swarm, and works in private networks alone. A file has the addresses of its
 node, and those that its user has named to join the swarm. It says by a digest which swarm that is, and not the key. It
-is gone when the node ends in order, and counts for nothing a few minutes after a node that was killed.
+is deleted when the node ends in order. That of a node that was killed counts for some minutes more.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class Candidate:
     is_emulated: bool = False
     """The device has no instructions for it. Its usual pace is a guess."""
     is_compared: bool = True
-    """False if nothing is known of the device's speed in float32. It does not count as slow then."""
+    """False if the pace was measured, and nothing tells that of float32. It does not count as slow then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +111,12 @@ def choose_own(prospects: Sequence[Prospect]) -> Prospect:
 
 def _rank(each: Prospect, backers: int) -> tuple[int, ...]:
     """The answers to questions 1 to 5, the best first."""
-    is_begun = each.servers == 0
+    is_new = each.servers == 0
     if not each.is_usable:
-        standing = 0 if each.answering else 1 if each.loading else 2 if is_begun else 3
+        standing = 0 if each.answering else 1 if each.loading else 2 if is_new else 3
         return 1, standing, each.is_slow, sum(map(len, each.still_missing))
-    is_doubted = not is_begun and each.groups < backers
-    return 0, is_doubted, each.is_slow, is_begun, not (each.closes and each.groups)
+    is_doubted = not is_new and each.groups < backers
+    return 0, is_doubted, each.is_slow, is_new, not (each.closes and each.groups)
 
 
 def _loss(precision: Precision) -> tuple[int, int, int]:

@@ -132,7 +132,7 @@ class RoutePolicy:
     """The longest ban for failures that cost the client little time."""
     ban_times: float = 4.0
     """A ban lasts at least this number of times the time that the client has waited for the peer. Each further failure
-    doubles it. Else three silent peers would come round again, one after the other, for ever."""
+    doubles it. Otherwise three silent peers would be tried in turn for ever."""
     longest_costly_ban_s: float = 600.0
     """The longest ban after such waits. Where nobody else has the blocks, peers whose bans end first are used."""
     allowed: frozenset[PeerId] | None = None
