@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, astuple, dataclass, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -244,11 +244,14 @@ def _change_now(change: Callable[[Entries], Entries]) -> None:
         return
     with alone_with(file := cache_folder(FILE)):
         before = _read()
-        whole = {key: each for key, each in change(before).items() if _entry([asdict(part) for part in each])}
-        entries = before | whole
+        entries = before | {key: entry for key, entry in change(before).items() if _is_finite(entry)}
         latest = sorted(entries, key=lambda key: -entries[key][0].at_ms)[:MOST]
         kept = {key: [asdict(each) for each in entries[key]] for key in latest}
         write_in_cache(file, json.dumps({"version": VERSION, "forecasts": kept}))
+
+
+def _is_finite(entry: tuple[Forecast, Measured]) -> bool:
+    return all(0 <= value < math.inf for part in entry for value in astuple(part))
 
 
 def _read() -> Entries:
