@@ -122,9 +122,14 @@ class NodeConfig:
     """Makes the loader of a worker in a thread: benchmarks serve with executors of their own."""
 
     @property
-    def speed_settings(self) -> str:
-        """The hardware and the settings that decide how fast a span is, beside the span and its precision."""
-        return f"{hardware()}, {self.device}, KV on {self.kv_device}, {self.threads} threads, {self.worker}"
+    def speed_cache(self) -> SpeedCache | None:
+        """The speeds of this machine in former runs; None with another loader, whose speeds are not the machine's.
+
+        They go by the hardware and the settings that decide how fast a span is, beside the span and its precision.
+        """
+        if self.make_loader is not SpanLoader:
+            return None
+        return SpeedCache(f"{hardware()}, {self.device}, KV on {self.kv_device}, {self.threads} threads, {self.worker}")
 
     def way_in(self) -> Invite:
         """Raises ConfigError."""
@@ -189,8 +194,8 @@ async def open_node(
                 serves.set()
                 nursery.start_soon(node.follow_addresses, report_addresses)
                 nursery.start_soon(keep_measuring, role, swarm, network)
-                if config.make_loader is SpanLoader:
-                    nursery.start_soon(SpeedCache(config.speed_settings).note_observed, lambda: role.speed, model)
+                if speeds := config.speed_cache:
+                    nursery.start_soon(speeds.note_observed, lambda: role.speed, model)
                 if not role.stays:
                     gain = None if config.paper_rule is None else config.paper_rule / 100
                     move = partial(rebalance, network.peer, role, swarm, report, paper_gain=gain, try_pace=try_pace)
@@ -288,7 +293,7 @@ async def source_for(
         model = await (source.open_model() if config.model else _open_default(source, swarm, report))
         precision = model.precision
         if wish.is_open:
-            measured = SpeedCache(config.speed_settings).block_rate
+            measured = speeds.block_rates if (speeds := config.speed_cache) else None
             precision, why = await choose_precision(wish, config.blocks, model, source, swarm, measured)
             report(why)
         if precision != model.precision:
@@ -341,8 +346,8 @@ async def open_source(
 
 def measure_for(config: NodeConfig, *, keeps: bool = True) -> Measure:
     """Measures a worker of this node, unless the speed is known from a former run. `keeps`: the next run knows it."""
-    is_real = config.make_loader is SpanLoader
-    return SpeedCache(config.speed_settings).measured_once(keeps=keeps) if is_real else measure_compute
+    speeds = config.speed_cache
+    return speeds.measured_once(keeps=keeps) if speeds else measure_compute
 
 
 def check(config: NodeConfig) -> None:

@@ -5,12 +5,12 @@ Servers of several precisions are asked whether they answer.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, TypeAlias
 
-from llmnode.core.model import AUTO, EXACT, ModelInfo
+from llmnode.core.model import AUTO, EXACT, ModelInfo, Precision
 from llmnode.core.placement.claims import before_moves, counted, of_weights
 from llmnode.core.placement.joining import choose_span
 from llmnode.core.placement.own_precision import choose_own, describe_own, paced, prospects_of
@@ -22,16 +22,14 @@ from llmnode.core.view import online
 from llmnode.swarm.backers import Backers
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from llmnode.core.model import Precision, PrecisionWish
+    from llmnode.core.model import PrecisionWish
     from llmnode.core.placement.own_precision import Candidate
     from llmnode.core.placement.servers import PlacedServer
     from llmnode.ports import WorkerSource
     from llmnode.swarm.membership import Swarm
 
-BlockRate: TypeAlias = Callable[[ModelInfo], Awaitable[float]]
-"""The tokens a second of one block, as this machine measured them in a former run; 0 if it did not."""
+BlockRates: TypeAlias = Callable[[ModelInfo, Sequence[Precision]], Awaitable[Mapping[Precision, float]]]
+"""The tokens a second of one block, in those precisions in which this machine measured them in a former run."""
 
 
 async def choose_blocks(blocks: str, model: ModelInfo, source: WorkerSource, swarm: Swarm | None) -> Span:
@@ -44,12 +42,13 @@ async def choose_blocks(blocks: str, model: ModelInfo, source: WorkerSource, swa
 
 
 async def choose_precision(
-    wish: PrecisionWish, blocks: str, model: ModelInfo, source: WorkerSource, swarm: Swarm, measured: BlockRate
+    wish: PrecisionWish, blocks: str, model: ModelInfo, source: WorkerSource, swarm: Swarm, measured: BlockRates | None
 ) -> tuple[Precision, str]:
     """The best one by `choose_own`, of those that `wish` allows, and a line that says why.
 
     There are those that servers have for the model, and that of `model`, which suits the device. Servers are asked
-    whether they answer: a stranger would decide otherwise. `measured` tells how fast this machine was in a former run.
+    whether they answer: a stranger would decide otherwise. `measured`, if there is one, tells how fast this machine
+    was in a former run.
     """
     if not swarm.view.of_model(model.digest):
         await swarm.look_up(model.digest)
@@ -61,7 +60,7 @@ async def choose_precision(
     if not found:
         return model.precision, f"{model.precision.name}: it suits this device, which cannot compute as the swarm does"
     of_interest = {EXACT, *(each.precision for each in found)}  # paces are shares of the speed in float32
-    rates = {each: await measured(replace(model, precision=each)) for each in of_interest}
+    rates = await measured(model, list(of_interest)) if measured else {}
     candidates, unit_tokens_per_s = paced(found, rates, chain.from_iterable(servers.values()))
     backers = Backers(model, wish, swarm, lambda: online(swarm.view.of_model(model.digest)))
     met = await backers.answering({each.precision for each in candidates}, RoutePolicy().connect_timeout_s)

@@ -15,8 +15,8 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeVar
 
@@ -35,6 +35,7 @@ from llmnode.swarm.membership import software, wall_clock_ms
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from llmnode.core.model import Precision
     from llmnode.core.span import Span
     from llmnode.node.serve.speed import WorkerSpeed
 
@@ -42,6 +43,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 Measure: TypeAlias = Callable[[Worker, ModelInfo], Awaitable[ComputeSpeed]]
+Entries: TypeAlias = dict[str, list[dict[str, Any]]]  # Any: JSON
 
 FILE = "speeds.json"
 VERSION = 3
@@ -116,14 +118,22 @@ class SpeedCache:
         newest, speeds = _speeds(latest)[0], _speeds(measured)  # the newest may be an observation
         return None if is_doubtful(speeds, newest) else believed(speeds)
 
-    async def block_rate(self, model: ModelInfo) -> float:
-        """The tokens a second of one block with several sessions, by the span that was measured last; 0 without any."""
-        return await _in_time(partial(self._block_rate, model), 0.0)
+    async def block_rates(self, model: ModelInfo, precisions: Sequence[Precision]) -> Mapping[Precision, float]:
+        """The tokens a second of one block with several sessions, in those `precisions` that were measured.
 
-    def _block_rate(self, model: ModelInfo) -> float:
+        The span that was measured last tells them.
+        """
+        return await _in_time(partial(self._block_rates, model, precisions), {})
+
+    def _block_rates(self, model: ModelInfo, precisions: Sequence[Precision]) -> Mapping[Precision, float]:
+        entries = self._entries()
+        rates = {each: self._block_rate(replace(model, precision=each), entries) for each in precisions}
+        return {each: rate for each, rate in rates.items() if rate}
+
+    def _block_rate(self, model: ModelInfo, entries: Entries) -> float:
         before, _, after = self.key(model, "\0").partition("\0")
         found: list[tuple[int, float]] = []
-        for key, latest in self._entries().items():
+        for key, latest in entries.items():
             is_ours = key.startswith(before) and key.endswith(after)
             if (
                 is_ours
@@ -154,7 +164,7 @@ class SpeedCache:
             measured = _measured([entry, *self._entries().get(key, [])][:LATEST])
         return believed(_speeds(measured)) if measured else speed
 
-    def _entries(self) -> dict[str, list[dict[str, Any]]]:  # Any: JSON
+    def _entries(self) -> Entries:
         """The latest figures of each speed, the newest first, without those that are too old.
 
         The first one alone may be an observation.
@@ -170,7 +180,7 @@ class SpeedCache:
         return {key: [*latest[:1], *_measured(latest[1:])][: LATEST + 1] for key, latest in young.items() if latest}
 
 
-def _write(file: Path, entries: dict[str, list[dict[str, Any]]]) -> None:  # Any: JSON
+def _write(file: Path, entries: Entries) -> None:
     latest = sorted(entries, key=lambda each: -entries[each][0]["at_ms"])[:MOST]
     write_in_cache(file, json.dumps({"version": VERSION, "speeds": {each: entries[each] for each in latest}}))
 

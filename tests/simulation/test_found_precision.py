@@ -25,7 +25,7 @@ from llmnode.wire.refusal import refusal_of
 from simulation.world import World, simulated, world
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable, Mapping
+    from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 
     from llmnode.core.ids import PeerId
     from llmnode.session.peer_finder import PeerFinder
@@ -201,24 +201,34 @@ async def test_a_newcomer_joins_the_precision_of_servers_that_answer() -> None:
             swarm.kill(f"sybil {number}")
         await trio.sleep(LinkPolicy().silence_s + 1)
         for source in (newcomer.source, ExactSource(swarm.model, KV_TOKENS, FORWARD_S)):
-            precision, why = await choose_precision(ANY, "auto", swarm.model, source, newcomer.swarm, never_measured)
+            precision, why = await choose_precision(ANY, "auto", swarm.model, source, newcomer.swarm, None)
             assert precision.name == "bfloat16"
             assert "too few servers of float32 answer" in why
 
 
-async def never_measured(_model: ModelInfo) -> float:
-    return 0.0
+async def join(
+    swarm: World,
+    name: str,
+    *,
+    fitting: int = 3,
+    paces: Mapping[Precision, float] | None = None,
+    rates: Mapping[Precision, float] | None = None,
+) -> str:
+    """A server as `llmnode serve --dtype auto --quant auto` makes it, with this many blocks. Returns what it says.
 
-
-async def join(swarm: World, name: str, *, fitting: int = 3, paces: Mapping[Precision, float] | None = None) -> str:
-    """A server as `llmnode serve --dtype auto --quant auto` makes it, with this many blocks. Returns what it says."""
+    In a former run it has measured the `rates` of a block.
+    """
     place = await swarm.start_relay(f"place of {name}")
     said = {(node.peer, node.role.offer().profile) for node in swarm.nodes.values()}
     while not said <= {(each.peer, each.offer.profile) for each in place.swarm.view.announcements()}:
         await place.swarm.wait_changed()
     source = ExactSource(swarm.model, KV_TOKENS, FORWARD_S)
     source.fitting, source.paces = fitting, dict(paces or {})
-    precision, why = await choose_precision(ANY, "auto", swarm.model, source, place.swarm, never_measured)
+
+    async def measured(_model: ModelInfo, precisions: Sequence[Precision]) -> Mapping[Precision, float]:
+        return {each: rate for each, rate in (rates or {}).items() if each in precisions}
+
+    precision, why = await choose_precision(ANY, "auto", swarm.model, source, place.swarm, measured)
     span = await choose_blocks("auto", replace(swarm.model, precision=precision), source, place.swarm)
     await start(swarm, name, precision.name, span)
     return why
@@ -259,6 +269,17 @@ async def test_a_newcomer_strengthens_the_precision_whose_throughput_it_raises_m
         swarm.kill("four")
         why = await join(swarm, "slow", paces={PRECISIONS["bfloat16"]: 0.1})
         assert why.startswith("float32: 2 servers have") and "; this device is slow in bfloat16; " in why
+
+
+@pytest.mark.parametrize(("rate", "name"), [(None, "float32"), (0.5, "float32"), (2.0, "bfloat16")])
+@simulated
+async def test_a_newcomer_goes_by_the_speeds_that_it_measured_in_a_former_run(rate: float | None, name: str) -> None:
+    async with world() as swarm:
+        for number in range(2):
+            await start(swarm, f"exact {number}", "float32")
+            await start(swarm, f"rounded {number}", "bfloat16")
+        rates = {EXACT: 100.0, PRECISIONS["bfloat16"]: 100.0 * rate} if rate else {}
+        assert (await join(swarm, "newcomer", rates=rates)).startswith(f"{name}: 2 servers have the whole model in it")
 
 
 @simulated

@@ -36,7 +36,7 @@ from unit.hanging import gone_on, hanging
 from unit.in_trio import in_trio
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from llmnode.core.operations import Buffer, Control, Slice
@@ -215,13 +215,14 @@ def test_the_speed_of_a_block_is_known_by_whatever_span_was_measured_last(
         monkeypatch.setattr("llmnode.node.serve.speed_cache.wall_clock_ms", lambda at_ms=at_ms: at_ms)
         cache.keep(cache.key(model, span), ComputeSpeed(10.0, 20.0, 30.0))
 
-    async def rates() -> list[float]:
+    async def rates() -> list[Mapping[Precision, float]]:
         caches = (cache, SpeedCache("cpu, 4 threads", cache.path))
-        return [await each.block_rate(model) for each in caches for model in (MODEL, other)]
+        precisions = [MODEL.precision, other.precision, Precision("float16")]
+        return [await each.block_rates(MODEL, precisions) for each in caches]
 
-    assert trio.run(rates) == [60.0, 20.0, 0.0, 0.0]
+    assert trio.run(rates) == [{MODEL.precision: 60.0, other.precision: 20.0}, {}]
     monkeypatch.setattr("llmnode.node.serve.speed_cache.wall_clock_ms", lambda: now_ms + 2 * KEEPS_MS)
-    assert trio.run(rates) == [0.0] * 4
+    assert trio.run(rates) == [{}, {}]
 
 
 def test_old_damaged_and_false_speeds_are_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,7 +274,7 @@ def test_a_speed_of_another_span_than_start_and_end_says_nothing_of_a_block(tmp_
     cache.keep(MODEL_KEY, speed_of(10.0))
     for span in ("", ":", "4", "a:b", "0:1:2", "0:²", "0:" + 5000 * "9"):
         cache.keep(cache.key(MODEL, span), speed_of(1e6))
-    assert trio.run(cache.block_rate, MODEL) == 40.0
+    assert block_rate(cache) == 40.0
 
 
 @pytest.mark.parametrize("observed", [20.0, 60_000.0])
@@ -287,7 +288,7 @@ def test_what_sessions_see_has_the_next_start_measure_and_never_counts_itself(tm
         for _ in range(4):
             assert cache.keep(key, speed_of(observed), is_observed=True) == speed_of(100.0)
         assert cache.read(key) is None, "the next start measures"
-        assert trio.run(cache.block_rate, MODEL) == 400.0
+        assert block_rate(cache) == 400.0
     assert cache.keep(key, speed_of(50.0)) == speed_of(100.0), "all measurements are still there"
     assert cache.keep(key, speed_of(50.0)) == speed_of(50.0)
 
@@ -351,7 +352,7 @@ async def test_a_disk_that_hangs_holds_up_neither_the_start_of_a_server_nor_its_
     speed, session = WorkerSpeed(worker, speed_of(1.0)), SessionId(bytes(16))
     with hanging(monkeypatch, speed_cache, "write_in_cache") as hung:
         assert await cache.measured_once(measure)(worker, MODEL) == speed_of(7.0), "it cannot be written"
-        assert await cache.block_rate(MODEL) == 0.0
+        assert await cache.block_rates(MODEL, [MODEL.precision]) == {}
         assert hung.count == 1, "no second thread hangs"
     await gone_on()
     with hanging(monkeypatch, speed_cache, "read_file") as hung:
@@ -369,6 +370,10 @@ async def test_a_disk_that_hangs_holds_up_neither_the_start_of_a_server_nor_its_
     assert "neither read nor remembered: the cache has not answered" in caplog.text
     await gone_on()
     assert await cache.measured_once(measure)(worker, MODEL) == speed_of(7.0) == cache.read(MODEL_KEY), "it goes on"
+
+
+def block_rate(cache: SpeedCache) -> float:
+    return trio.run(cache.block_rates, MODEL, [MODEL.precision])[MODEL.precision]
 
 
 def speed_of(rate: float) -> ComputeSpeed:
