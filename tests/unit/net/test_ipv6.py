@@ -28,6 +28,7 @@ from llmnode.net.listeners import check_bindable, listen_at, listenable_ips
 from llmnode.node.reach import look_by_version
 from llmnode.swarm.pool import open_pool
 from llmnode.wire.frame import Frame, FrameType
+from unit.exact_nodes import exact_node
 from unit.in_trio import in_trio
 
 if TYPE_CHECKING:
@@ -244,6 +245,21 @@ async def test_it_is_asked_over_each_version_at_which_a_node_listens_whether_oth
         both = [(each.host, each.reached) for each in await look_by_version(own, one.addresses)]
         assert both == [("127.0.0.1", Reached.YES), ("::1", Reached.YES)]
         assert [each.host for each in await look_by_version(of_4, one.addresses)] == ["127.0.0.1"]
+
+
+@in_trio
+async def test_a_server_asks_over_each_version_at_which_a_neighbour_is_announced() -> None:
+    listen = [LOOPBACK_4, LOOPBACK_6]
+    async with exact_node(listen=listen) as neighbour:
+        over_4, over_6 = neighbour.addresses
+        assert over_4.startswith("/ip4/") and over_6.startswith("/ip6/")
+        async with exact_node(listen=listen, peers=[over_4]) as node:
+            while neighbour.peer not in {each.peer for each in node.swarm.view.announcements()}:
+                await node.swarm.wait_changed()
+            assert [(each.host, each.reached) for each in await node.look()] == [
+                ("127.0.0.1", Reached.YES),
+                ("::1", Reached.YES),
+            ]
 
 
 def test_a_relay_tells_nobody_of_an_address_of_its_own_link() -> None:
