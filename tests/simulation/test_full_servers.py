@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
 import trio
 
-from llmnode.core.policy import ClientPolicy
-from llmnode.errors import PeerFull
-from llmnode.testing import Dialogue
+from llmnode.core.policy import ClientPolicy, LinkPolicy
+from llmnode.errors import PeerFull, PeerRefused
+from llmnode.testing import Conditions, Dialogue, open_world, peer_named
+from llmnode.wire.frame import Frame, FrameType
+from llmnode.wire.messages import RefusalCode
 from llmnode.wire.payload import Codec
-from simulation.world import pairs_of_servers, simulated
+from llmnode.wire.refusal import refusal_of
+from simulation.world import ALL_BLOCKS, pairs_of_servers, simulated
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
     from llmnode.core.ids import PeerId
+    from llmnode.errors import PeerError
     from llmnode.testing.world import ServingNode
 
 ROUTES = ClientPolicy().route
+COST_S = 16.0
+WAITS_S = 7.0
+"""This is less than a server has for its first step (`StandingPolicy.first_patience_s`)."""
 
 
 def make_way(node: ServingNode, client: PeerId) -> None:
@@ -82,3 +92,71 @@ async def test_a_server_that_ends_links_again_and_again_costs_more_for_longer_ea
             assert peer in [each.peer for each in finder.good()]
             await trio.sleep(0.2)
             assert finder.records.costs([announced])[peer] == before
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(PeerFull, "others need the place of this link"),
+        partial(PeerRefused, RefusalCode.BUSY, "no memory", retry_after_s=1.0),
+        partial(PeerRefused, RefusalCode.NO_ROOM, "no KV", retry_after_s=1.0),
+    ],
+    ids=["full", "busy", "no-room"],
+)
+@simulated
+async def test_a_server_is_banned_that_keeps_a_client_waiting_and_then_says_that_it_is_full(
+    make: Callable[..., PeerError],
+) -> None:
+    async with pairs_of_servers() as swarm, swarm.client() as (router, _):
+        peer, finder = swarm.nodes["0a"].peer, router.finder
+        finder.report(make(peer=peer).after(ROUTES.refused_within_s))
+        assert not finder.banned  # type: ignore[attr-defined]
+        assert not finder.records.bans.is_banned(peer, trio.current_time()), "it may have looked for memory"
+        finder.report(make(peer=peer).after(COST_S))
+        assert finder.records.bans.left_s(peer, trio.current_time()) == ROUTES.ban_times * COST_S
+
+
+@pytest.mark.parametrize("says", ["full", "moved"])
+@simulated
+async def test_servers_that_wait_and_then_say_that_they_are_full_cost_a_session_no_more_than_silent_ones(
+    says: str,
+) -> None:
+    async with open_world(0, conditions=Conditions(delay_s=0.02), link_policy=LinkPolicy()) as world:
+        await world.start("honest", ALL_BLOCKS)
+        hostile = [await world.start(f"hostile{number}", ALL_BLOCKS, said_us=1) for number in range(3)]
+        async with trio.open_nursery() as nursery, world.client() as client:
+            for node in hostile:
+                world.internet.locate(node.peer, f"9.1.{node.name[-1]}.1")
+                node.network.tamper = Withholder(node, says, nursery)
+            began_s, finder = trio.current_time(), client.router.finder
+            async with client.router.open_session(64, Codec.RAW) as session:
+                await Dialogue(session, random.Random(0)).step(9)
+                assert len(session.recoveries) == 1
+            assert trio.current_time() - began_s < WAITS_S + 2
+            banned = {error.peer for _, error in finder.banned}  # type: ignore[attr-defined]
+            assert peer_named("honest") not in banned
+            assert bool(banned) is (says == "full")
+            nursery.cancel_scope.cancel()
+
+
+class Withholder:
+    """The frames of a server that withholds its results, and says some seconds later why there are none."""
+
+    def __init__(self, node: ServingNode, says: str, nursery: trio.Nursery) -> None:
+        self._node = node
+        self._says = says
+        self._nursery = nursery
+
+    def __call__(self, peer: PeerId, frame: Frame) -> Iterable[Frame]:
+        if frame.type is not FrameType.RESULT:
+            return [frame]
+        self._nursery.start_soon(self._say, peer, frame)
+        return []
+
+    async def _say(self, peer: PeerId, frame: Frame) -> None:
+        await trio.sleep(WAITS_S)
+        for link in [each for each in self._node.network.links if each.peer == peer]:
+            if self._says == "full":
+                link.connection.evict()
+            else:
+                await link.send(refusal_of(frame, RefusalCode.UNKNOWN_SESSION, "for others", 1.0))

@@ -110,27 +110,30 @@ class PeerFinder:
     def report(self, error: PeerError) -> None:
         """A peer failed: others are preferred to it for a while. A refusal for full KV only lasts as it says.
 
-        One that has no place for us now is busy, and costs more for a while.
+        One that has no place for us now is busy, and costs more for a while. It has failed if it says so too late.
         """
         if error.peer is None:
             return
         now_s = trio.current_time()
+        is_new = not self.records.bans.is_banned(error.peer, now_s)  # one event may fail several sessions
         if isinstance(error, PeerFull):
             self.records.note_crowded(error.peer, now_s)
+        elif isinstance(error, PeerRefused) and error.retry_after_s is not None:
+            self.records.note_full(error.peer, error.retry_after_s, now_s)
+        if self._is_excused(error):
+            if isinstance(error, PeerRefused) and error.code in REFUSED_OFFERS:
+                self._note_unkept(error.peer)
+            elif error.waited_s > self.policy.route.refused_within_s:
+                self.try_others()
             return
-        is_new = not self.records.bans.is_banned(error.peer, now_s)  # one event may fail several sessions
-        if isinstance(error, PeerRefused):
-            if error.retry_after_s is not None:
-                self.records.note_full(error.peer, error.retry_after_s, now_s)
-            if not self._breaks_promise(error):
-                if error.code in REFUSED_OFFERS:
-                    self._note_unkept(error.peer)
-                return
         if isinstance(error, Convicted):
             self.records.suspicion.convict(error.peer, now_s)
         self.records.bans.report(error.peer, now_s, error.waited_s)
         self._trials.note_failed(error.peer)
-        if is_new and not isinstance(error, PeerUnreachable):  # that may be our own network's fault
+        if is_new and isinstance(error, PeerFull):  # where it is is not known without its link
+            self.records.standing.note_failed(error.peer, now_s)
+            self.try_others()
+        elif is_new and not isinstance(error, PeerUnreachable):  # that may be our own network's fault
             self.records.standing.note_failed(error.peer, now_s)
             self._note_unkept(error.peer)
 
@@ -187,6 +190,20 @@ class PeerFinder:
             if instead_s() is None:
                 await self.note_slow(hop.span, {hop.peer, *silent})
         return instead_s() is not None
+
+    def _is_excused(self, error: PeerError) -> bool:
+        """Whether the peer is only busy, or has promised nothing, and did not keep us waiting before it said so.
+
+        A session that goes for others may have waited for any time: they were computed before.
+        """
+        if isinstance(error, PeerRefused):
+            if self._breaks_promise(error):
+                return False
+            if error.code == RefusalCode.UNKNOWN_SESSION:
+                return True
+        elif not isinstance(error, PeerFull):
+            return False
+        return error.waited_s <= self.policy.route.refused_within_s
 
     def _breaks_promise(self, refusal: PeerRefused) -> bool:
         """Whether the peer had accepted the session, or says that it does not hold the adapter that it announces."""

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
-from llmnode.errors import PeerFull, PeerRefused
 from llmnode.session.peer_finder import PeerFinder
 
 if TYPE_CHECKING:
@@ -33,8 +32,7 @@ class WatchedFinder(PeerFinder):
 
     def report(self, error: PeerError) -> None:
         super().report(error)
-        is_busy = isinstance(error, PeerFull) or (isinstance(error, PeerRefused) and not self._breaks_promise(error))
-        if error.peer is not None and not is_busy:
+        if error.peer is not None and not self._is_excused(error):
             self.failures.append((trio.current_time(), error.peer, error.waited_s))
             self.banned.append((trio.current_time(), error))
 

@@ -133,6 +133,9 @@ class RoutePolicy:
     ban_times: float = 4.0
     """A ban lasts at least this number of times the time that the client has waited for the peer. Each further failure
     doubles it. Otherwise three silent peers would be tried in turn for ever."""
+    refused_within_s: float = 6.0
+    """A server may keep the client waiting this long before it says that it is full: for KV
+    (`AdmissionPolicy.wait_s`) or memory (`ServePolicy.memory_patience_s`). A server that takes longer is banned."""
     longest_costly_ban_s: float = 600.0
     """The longest ban after such waits. Where nobody else has the blocks, peers whose bans end first are used."""
     allowed: frozenset[PeerId] | None = None
