@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -24,7 +24,7 @@ from llmnode.swarm.found_nearby import describe, find_nearby
 from llmnode.swarm.own_nodes import running_nodes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from llmnode.core.announcement import Announcement
     from llmnode.swarm.membership import Swarm
@@ -137,7 +137,11 @@ async def _try(way: _Way, key: bytes | None, report: Callable[[str], None]) -> F
 async def _look(way: _Way, pool: ConnectionPool, swarm: Swarm, report: Callable[[str], None]) -> Found:
     answers = {peer for model in (await look_at(pool, swarm, LOOK_S)).models for peer in model.answers}
     stay = (PeerState.JOINING, PeerState.ONLINE)
-    announced = {each.peer: each for each in swarm.view.announcements() if each.offer.state in stay}
+    announced = {
+        each.peer: replace(each, addresses=tuple(_usable(each.addresses)))
+        for each in swarm.view.announcements()
+        if each.offer.state in stay
+    }
     reached = [each for each in announced.values() if each.peer in answers]
     connected = swarm.connected_in()
     named: dict[str, Candidate] = {}
@@ -197,6 +201,20 @@ def _elsewhere(name: str, digest: bytes) -> str | None:
     elsewhere = name_elsewhere(name, digest)
     fits = elsewhere is not None and len(elsewhere) <= MODEL_CHARS and split_hub_name(elsewhere) is not None
     return elsewhere if fits else None
+
+
+def _usable(addresses: Iterable[str]) -> list[str]:
+    """Those that have the form of a peer's address. A stranger announces any text, and commands refuse an invite with
+    one address that they cannot read.
+    """
+    from llmnode.net.addresses import parse_peer
+
+    found: list[str] = []
+    for each in addresses:
+        with suppress(ConfigError):
+            parse_peer(each)
+            found.append(each)
+    return found
 
 
 def _by_peer(addresses: Sequence[str]) -> list[list[str]]:

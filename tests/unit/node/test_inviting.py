@@ -31,7 +31,7 @@ from llmnode.node.app import open_relay
 from llmnode.node.cli import main
 from llmnode.node.commands import relay
 from llmnode.node.commands.invite import IN_FILE, _model_of
-from llmnode.node.commands.joining import private_invite, warning_of_reach
+from llmnode.node.commands.joining import check_peers, private_invite, warning_of_reach
 from llmnode.node.inviting import FORMER, HERE, NEARBY, Found, ServedModel
 from llmnode.node.settings import NO_OPTIONS
 from llmnode.swarm import former_peers
@@ -146,6 +146,20 @@ async def test_a_stranger_is_named_where_it_answered_before_all_that_it_announce
         found = await inviting._try(way, None, lambda _: None)
         assert found is not None and found.peers == (real, *announces)
         assert found.reach is DialledFrom.MACHINE, "the rest is only claimed"
+
+
+@in_trio
+async def test_an_address_that_no_command_can_read_is_in_no_invite() -> None:
+    async with exact_node() as stranger:
+        await until_online(stranger)
+        real, malformed = stranger.listening, ("/ip4/8.8.8.8/banana", "/ip4/8.8.8.8/tcp/99999", "/ip4/8.8.8.8/udp/1")
+        stranger.network._announced = [*real, *(f"{each}/p2p/{stranger.peer}" for each in malformed)]
+        stranger.swarm.say(stranger.role.offer())
+        found = await inviting._try(inviting._Way(NEARBY, [real], is_near=True), None, lambda _: None)
+        assert found is not None and found.models == EXACT
+        peers = read_invite(write_invite(Invite(found.peers))).peers
+        assert peers == tuple(real)
+        check_peers(peers)
 
 
 def said(capsys: pytest.CaptureFixture[str]) -> tuple[str, list[str]]:
