@@ -112,7 +112,10 @@ async def _none(_key: bytes | None, _report: Callable[[str], None]) -> list[_Way
 async def _former(key: bytes | None, _report: Callable[[str], None]) -> list[_Way]:
     swarms = (await _on_disk(partial(FormerPeers((), key).swarms, time.time())))[:MOST_FORMER_SWARMS]
     at_once = JoinPolicy().former_at_once
-    parts = [peers[first : first + at_once] for peers in swarms for first in range(0, len(peers), at_once)]
+    parts: list[list[list[str]]] = []
+    for swarm in swarms:
+        peers = _by_peer(address for peer in swarm for address in peer)
+        parts += [peers[first : first + at_once] for first in range(0, len(peers), at_once)]
     return [_Way(FORMER, peers, is_near=True) for peers in parts]
 
 
@@ -217,8 +220,9 @@ def _usable(addresses: Iterable[str]) -> list[str]:
     return found
 
 
-def _by_peer(addresses: Sequence[str]) -> list[list[str]]:
+def _by_peer(addresses: Iterable[str]) -> list[list[str]]:
+    """The usable addresses of each peer."""
     by_peer: dict[str, list[str]] = {}
-    for each in addresses:
+    for each in _usable(addresses):
         by_peer.setdefault(peer_of(each), []).append(each)
     return list(by_peer.values())

@@ -120,6 +120,20 @@ async def test_peers_of_a_former_run_are_found_by_the_key_and_dead_ones_are_pass
 
 
 @in_trio
+async def test_a_malformed_address_among_those_of_former_runs_hides_no_other_peer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(former_peers, "_MACHINE", "no machine")  # else what is on loopback is not remembered
+    malformed = [f"/ip4/127.0.0.1/tcp/99999/p2p/{PEER.rpartition('/')[2]}", "/ip4/127.0.0.1/banana/p2p/nobody"]
+    async with exact_node() as server:
+        await until_online(server)
+        addresses = [f"/ip4/127.0.0.1/udp/1/p2p/{server.peer}", *server.addresses]
+        FormerPeers([PEER.format("127.0.0.1")], None).write([*([each] for each in malformed), addresses], time.time())
+        found = await inviting._find(None, lambda _: None, mdns=False)
+        assert found == Found(tuple(server.addresses), EXACT, DialledFrom.MACHINE)
+
+
+@in_trio
 async def test_peers_that_others_can_dial_go_before_a_server_of_this_machine_alone() -> None:
     usable = (str(each) for each in own_ips() if each.version == 4)
     lan = next((each for each in usable if scope_of(each) not in (None, "machine", "link")), None)
