@@ -82,8 +82,9 @@ def find_invited(key: bytes | None, report: Callable[[str], None], *, mdns: bool
 
 async def _find(key: bytes | None, report: Callable[[str], None], *, mdns: bool) -> Found | None:
     here_alone: Found | None = None
-    for ways in (_own, _nearby if mdns and key is None else _none, _former):
-        for way in await ways(key, report):
+    nearby = [partial(_nearby, report)] if mdns and key is None else []
+    for ways in (partial(_own, key), *nearby, partial(_former, key)):
+        for way in await ways():
             found = await _try(way, key, report)
             if found is None or not found.peers:
                 continue
@@ -93,23 +94,19 @@ async def _find(key: bytes | None, report: Callable[[str], None], *, mdns: bool)
     return here_alone
 
 
-async def _own(key: bytes | None, _report: Callable[[str], None]) -> list[_Way]:
+async def _own(key: bytes | None) -> list[_Way]:
     nodes = sorted(await _on_disk(partial(running_nodes, key)), key=widest)  # those that are alike keep their order
     return [_Way(HERE, _by_peer(addresses), is_near=False) for addresses in nodes]
 
 
-async def _nearby(_key: bytes | None, report: Callable[[str], None]) -> list[_Way]:
+async def _nearby(report: Callable[[str], None]) -> list[_Way]:
     with suppress(ConfigError, PeerError):
         found = await find_nearby(report, GIVE)
         return [_Way(NEARBY, _by_peer(found.peers), is_near=True)]
     return []
 
 
-async def _none(_key: bytes | None, _report: Callable[[str], None]) -> list[_Way]:
-    return []
-
-
-async def _former(key: bytes | None, _report: Callable[[str], None]) -> list[_Way]:
+async def _former(key: bytes | None) -> list[_Way]:
     swarms = (await _on_disk(partial(FormerPeers((), key).swarms, time.time())))[:MOST_FORMER_SWARMS]
     at_once = JoinPolicy().former_at_once
     parts: list[list[list[str]]] = []
