@@ -163,6 +163,36 @@ async def test_a_stranger_is_named_where_it_answered_before_all_that_it_announce
 
 
 @in_trio
+async def test_what_a_stranger_announces_never_counts_as_known_however_it_was_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is met through the own node at first, and then named by a former run."""
+    monkeypatch.setattr(former_peers, "_MACHINE", "no machine")  # else what is on loopback is not remembered
+    claim = "/ip4/8.8.8.8/tcp/4001/p2p/{}"
+    async with exact_node() as own, exact_node(peers=own.addresses) as stranger:
+        await until_online(stranger)
+        (ours,), (real,), claimed = own.listening, stranger.listening, claim.format(stranger.peer)
+        stranger.network._announced = [real, claimed]
+        stranger.swarm.say(stranger.role.offer())
+        while claimed not in told(own, stranger):
+            await own.swarm.wait_changed()
+        async with noted(own.network):
+            found = await inviting._find(None, lambda _: None, mdns=False)
+        assert found is not None
+        assert (found.peers, found.reach) == ((ours, real, claimed), DialledFrom.MACHINE)
+        FormerPeers([PEER.format("127.0.0.1")], None).write([[real, claimed]], time.time())
+        found = await inviting._find(None, lambda _: None, mdns=False)
+        assert found is not None
+        assert (found.peers, found.reach) == ((real, claimed), DialledFrom.MACHINE)
+
+
+def told(node: RunningNode, of: RunningNode) -> tuple[str, ...]:
+    """The addresses that `node` has heard of another one."""
+    heard = node.swarm.view.of_peer(PeerId(of.peer))
+    return heard.addresses if heard else ()
+
+
+@in_trio
 async def test_an_address_that_no_command_can_read_is_in_no_invite() -> None:
     async with exact_node() as stranger:
         await until_online(stranger)
