@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
+import trio
+
 from llmnode.core.announcement import PeerState
 from llmnode.core.ids import PeerId
 from llmnode.core.peers.invited import Candidate, DialledFrom, candidate, choose_invited, reach_of, widest
@@ -34,9 +36,16 @@ T = TypeVar("T")
 
 LOOK_S = 6.0
 """Servers that answer later are not named: the invite is to be of use at once."""
+FIND_S = 30.0
+"""The limit for all ways to find peers together. A peer that says nothing takes 10 s, and there may be dozens of files
+and groups of former peers. Two silent ones leave time for another that answers, and the user still waits for it.
+"""
+TOLD_AFTER_S = 3.0
+"""A way that takes longer than this is named in a line. Peers that run usually answer before."""
 MOST_FORMER_SWARMS = 4
 """The latest ones that are tried."""
 HERE, NEARBY, FORMER = "on this machine", "by mDNS", "by peers of a former run"
+_ASKED = {HERE: "of a node on this machine", NEARBY: "that mDNS has found", FORMER: "of a former run"}
 GIVE = "give --peers ADDRESS, as `llmnode serve` or `llmnode relay` prints it"
 
 
@@ -74,7 +83,8 @@ def find_invited(key: bytes | None, report: Callable[[str], None], *, mdns: bool
     """Peers that answer now: those of a node on this machine, else those that mDNS finds, else those of former runs.
 
     None if there are none. `key` is that of a private swarm, which mDNS does not look for. `report` is told in lines
-    what takes long, and what was found. Peers that only this machine can dial count if nothing else answers.
+    what takes long, and what was found. Peers that only this machine can dial count if nothing else answers. After
+    `FIND_S` seconds nobody else is asked, and what was found by then counts.
     """
     with single_error():
         return run_async(partial(_find, mdns=mdns), key, report)
@@ -83,14 +93,17 @@ def find_invited(key: bytes | None, report: Callable[[str], None], *, mdns: bool
 async def _find(key: bytes | None, report: Callable[[str], None], *, mdns: bool) -> Found | None:
     here_alone: Found | None = None
     nearby = [partial(_nearby, report)] if mdns and key is None else []
-    for ways in (partial(_own, key), *nearby, partial(_former, key)):
-        for way in await ways():
-            found = await _try(way, key, report)
-            if found is None or not found.peers:
-                continue
-            if found.reach is not DialledFrom.MACHINE:
-                return found
-            here_alone = here_alone or found
+    with trio.move_on_after(FIND_S) as scope:
+        for ways in (partial(_own, key), *nearby, partial(_former, key)):
+            for way in await ways():
+                found = await _try_aloud(way, key, report)
+                if found is None or not found.peers:
+                    continue
+                if found.reach is not DialledFrom.MACHINE:
+                    return found
+                here_alone = here_alone or found
+    if scope.cancelled_caught:
+        report(f"{FIND_S:g} s have passed, and nobody else is asked")
     return here_alone
 
 
@@ -121,6 +134,20 @@ async def _on_disk(work: Callable[[], list[T]]) -> list[T]:
     with suppress(TimeoutError):
         return await in_time(work)
     return []
+
+
+async def _try_aloud(way: _Way, key: bytes | None, report: Callable[[str], None]) -> Found | None:
+    """Does what `_try` does, and says in a line which peers are asked if it takes long."""
+
+    async def tell() -> None:
+        await trio.sleep(TOLD_AFTER_S)
+        report(f"still asking {counted(len(way.peers), 'peer')} {_ASKED[way.where]}")
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(tell)
+        found = await _try(way, key, report)
+        nursery.cancel_scope.cancel()
+    return found
 
 
 async def _try(way: _Way, key: bytes | None, report: Callable[[str], None]) -> Found | None:

@@ -10,16 +10,21 @@ import time
 from argparse import Namespace
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
 import trio
+import trio.testing
+from libp2p.crypto.ed25519 import create_new_key_pair
+from libp2p.peer.id import ID
 
 from llmnode.core.announcement import Announcement, Offer, PeerState
 from llmnode.core.ids import PeerId
 from llmnode.core.model import Precision, Profile
 from llmnode.core.peers.dial_gate import scope_of
 from llmnode.core.peers.invited import DialledFrom, widest
+from llmnode.core.policy import LinkPolicy
 from llmnode.core.span import Span
 from llmnode.models.names import EMBEDDED_MODEL
 from llmnode.net import listeners
@@ -160,6 +165,37 @@ async def test_a_stranger_is_named_where_it_answered_before_all_that_it_announce
         found = await inviting._try(way, None, lambda _: None)
         assert found is not None and found.peers == (real, *announces)
         assert found.reach is DialledFrom.MACHINE, "the rest is only claimed"
+
+
+def test_silent_peers_are_told_of_and_given_up_in_time_with_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them would take 10 s. When one is dialled, the clock jumps by that time."""
+    clock, lines, dialled = trio.testing.MockClock(rate=1.0), list[str](), list[trio.SocketStream]()
+
+    async def take(stream: trio.SocketStream) -> None:
+        dialled.append(stream)
+        clock.jump(LinkPolicy().dial_timeout_s + 1.0)
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery, exact_node() as own, noted(own.network):
+            await until_online(own)
+            swarms: list[list[list[str]]] = []
+            for number in range(inviting.MOST_FORMER_SWARMS):
+                (silent,) = await nursery.start(partial(trio.serve_tcp, take, 0, host="127.0.0.1"))
+                port = silent.socket.getsockname()[1]
+                peer = create_new_key_pair(bytes([number]) * 32)
+                swarms.append([[f"/ip4/127.0.0.1/tcp/{port}/p2p/{ID.from_pubkey(peer.public_key)}"]])
+            with monkeypatch.context() as patch:
+                patch.setattr(former_peers, "_MACHINE", "no machine")  # else what is on loopback is not remembered
+                for number, peers in enumerate(swarms):
+                    FormerPeers([f"{PEER.format('127.0.0.1')}{number}"], None).write(peers, time.time())
+            found = await inviting._find(None, lines.append, mdns=False)
+            assert found == Found(tuple(own.addresses), OUR_EXACT, DialledFrom.MACHINE)
+            nursery.cancel_scope.cancel()
+
+    trio.run(main, clock=clock)
+    assert len(dialled) < inviting.MOST_FORMER_SWARMS
+    assert "still asking 1 peer of a former run" in lines
+    assert lines[-1] == "30 s have passed, and nobody else is asked"
 
 
 @in_trio
