@@ -21,7 +21,6 @@ from llmnode.errors import ConfigError
 from llmnode.machine.cache_disk import in_time
 from llmnode.machine.cache_folder import alone_with, cache_folder, write_in_cache
 from llmnode.node.text import counted
-from llmnode.swarm.former_peers import peer_of
 from llmnode.swarm.membership import wall_clock_ms
 from llmnode.swarm.own_nodes import running_nodes
 
@@ -96,7 +95,7 @@ async def read_forecasts(swarm_key: bytes | None) -> Forecasts:
     """For the swarm of this key. There are none if the disk of the cache hangs."""
 
     def read() -> Forecasts:
-        return Forecasts(_read(), {PeerId(peer_of(addresses[0])) for addresses in running_nodes(swarm_key)})
+        return Forecasts(_read(), {each.peer for each in running_nodes(swarm_key)})
 
     try:
         return await in_time(read)

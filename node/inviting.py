@@ -77,6 +77,8 @@ class _Way:
     where: str
     peers: Sequence[Sequence[str]]
     is_near: bool
+    own: PeerId | None = None
+    """The node of this machine that has named them. It is one of them if it has an address."""
 
 
 def find_invited(key: bytes | None, report: Callable[[str], None], *, mdns: bool) -> Found | None:
@@ -108,8 +110,10 @@ async def _find(key: bytes | None, report: Callable[[str], None], *, mdns: bool)
 
 
 async def _own(key: bytes | None) -> list[_Way]:
-    nodes = sorted(await _on_disk(partial(running_nodes, key)), key=widest)  # those that are alike keep their order
-    return [_Way(HERE, _by_peer(addresses), is_near=False) for addresses in nodes]
+    nodes = await _on_disk(partial(running_nodes, key))
+    nodes.sort(key=lambda each: widest(each.addresses))  # those that are alike keep their order
+    ways = [_Way(HERE, _by_peer(each.addresses), is_near=False, own=each.peer) for each in nodes]
+    return [each for each in ways if each.peers]
 
 
 async def _nearby(report: Callable[[str], None]) -> list[_Way]:
@@ -197,8 +201,10 @@ def _ours(way: _Way, serving: Collection[PeerId]) -> list[PeerId]:
     """
     if way.is_near:
         return []
-    own, *named = [PeerId(peer_of(each[0])) for each in way.peers]
-    return [own] if own in serving else [each for each in named if each in serving]
+    named = [PeerId(peer_of(each[0])) for each in way.peers]
+    if way.own is not None and way.own in serving:
+        return [way.own]
+    return [each for each in named if each in serving]
 
 
 def _models(

@@ -2,7 +2,8 @@
 
 mDNS tells of no relay and of no private swarm, and works in private networks alone. A file has the addresses of its
 node, and those that its user has named to join the swarm. It says by a digest which swarm that is, and not the key. It
-is deleted when the node ends in order. That of a node that was killed counts for some minutes more.
+is deleted when the node ends in order. That of a node that was killed counts for some minutes more. It says which peer
+the node is: one whose relay is lost has no address of its own, and then those of others come first.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import json
 import logging
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 import trio
 
+from llmnode.core.ids import PeerId
 from llmnode.core.policy import JoinPolicy
 from llmnode.core.user_input import read_file
 from llmnode.errors import ConfigError
@@ -32,11 +35,20 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FOLDER = "nodes"
-VERSION = 1
+VERSION = 2
 MOST_BYTES = 16 << 10
 MOST_NODES = 32
 """The files that are read, the newest ones."""
 MOST_ADDRESSES = 16
+MOST_PEER_CHARS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class NotedNode:
+    """A node of this machine. Its own addresses are first, if it has any, and those that its user has named follow."""
+
+    peer: PeerId
+    addresses: list[str]
 
 
 async def note_running(
@@ -55,7 +67,8 @@ async def note_running(
     try:
         while True:
             addresses = [*network.addresses, *contacts][:MOST_ADDRESSES]
-            content = {"version": VERSION, "of": swarm_name(swarm_key), "s": began_s, "addresses": addresses}
+            content = {"version": VERSION, "of": swarm_name(swarm_key), "s": began_s, "peer": network.peer}
+            content["addresses"] = addresses
             why = await _failure(partial(_write, network.peer, json.dumps(content)))
             if why and not told:
                 log.info("`llmnode invite` will not find this node: %s", why)
@@ -86,35 +99,36 @@ def _unlink(peer: str) -> None:
     _file(peer).unlink(missing_ok=True)
 
 
-def running_nodes(swarm_key: bytes | None, policy: JoinPolicy | None = None) -> list[list[str]]:
-    """The addresses in the file of each node of this swarm that runs, or has been killed a moment ago.
+def running_nodes(swarm_key: bytes | None, policy: JoinPolicy | None = None) -> list[NotedNode]:
+    """The nodes of this swarm that run, or have been killed a moment ago. The one that has been started last is first.
 
-    The node that has been started last is first, and begins with its own addresses. Files of nodes that are gone are
-    deleted.
+    Files of nodes that are gone are deleted.
     """
     lifetime_s, now_s = 3 * (policy or JoinPolicy()).remember_every_s, time.time()
     try:
         files = sorted(((each.stat().st_mtime, each) for each in cache_folder(FOLDER).glob("*.json")), reverse=True)
     except (OSError, ConfigError):
         return []
-    found: list[tuple[float, list[str]]] = []
+    found: list[tuple[float, NotedNode]] = []
     for number, (written_s, file) in enumerate(files):
         if number < MOST_NODES and abs(now_s - written_s) < lifetime_s:
             found += _read(file, swarm_name(swarm_key))
         else:
             with suppress(OSError):
                 file.unlink()
-    return [addresses for _, addresses in sorted(found, key=lambda each: -each[0])]
+    return [node for _, node in sorted(found, key=lambda each: -each[0])]
 
 
-def _read(file: Path, swarm: str) -> list[tuple[float, list[str]]]:
-    """When the node was started, and its addresses. Empty for one of another swarm, and for a file that is damaged."""
+def _read(file: Path, swarm: str) -> list[tuple[float, NotedNode]]:
+    """When the node was started, and the node. Empty for one of another swarm, and for a file that is damaged."""
     try:
         content = json.loads(read_file(file, str(file), MOST_BYTES))
         if (content["version"], content["of"]) != (VERSION, swarm):
             return []
         addresses = [each for each in content["addresses"] if is_address(each)][:MOST_ADDRESSES]
-        return [(float(content["s"]), addresses)] if addresses else []
+        peer = content["peer"]
+        is_peer = isinstance(peer, str) and len(peer) <= MOST_PEER_CHARS
+        return [(float(content["s"]), NotedNode(PeerId(peer), addresses))] if is_peer else []
     except (ConfigError, ValueError, TypeError, KeyError, RecursionError, OverflowError):
         return []
 

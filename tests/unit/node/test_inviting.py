@@ -347,7 +347,7 @@ def test_the_model_of_the_own_node_goes_first_and_identities_at_one_address_coun
         ("org/good", 3, False),
         ("evil/worse", 1, False),
     ]
-    way = inviting._Way(HERE, [["/x/p2p/own"], ["/x/p2p/named"]], is_near=False)
+    way = inviting._Way(HERE, [["/x/p2p/own"], ["/x/p2p/named"]], is_near=False, own=PeerId("own"))
     assert inviting._ours(way, {PeerId("own"), PeerId("named")}) == ["own"]
     assert inviting._ours(way, {PeerId("named"), PeerId("other")}) == ["named"], "the own one is a relay"
     assert not inviting._ours(replace(way, is_near=True), {PeerId("own")})

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from llmnode.core.policy import JoinPolicy, LinkPolicy
 from llmnode.net.addresses import LISTEN_ANY_LOOPBACK
 from llmnode.net.host import open_network
+from llmnode.node.forecasts import read_forecasts
 from llmnode.swarm import own_nodes
-from llmnode.swarm.own_nodes import FOLDER, MOST_NODES, note_running, running_nodes
+from llmnode.swarm.own_nodes import FOLDER, MOST_NODES, VERSION, NotedNode, note_running, running_nodes
 from unit.hanging import hanging
 from unit.in_trio import in_trio
 
@@ -45,8 +46,8 @@ async def test_a_node_is_known_here_while_it_runs_and_to_those_of_its_swarm_alon
         assert running_nodes(None) == running_nodes(KEY) == []
         await nursery.start(note_running, private, [CONTACT], KEY)
         await nursery.start(note_running, public, [], None)
-        assert running_nodes(KEY) == [[*private.addresses, CONTACT]]
-        assert running_nodes(None) == [list(public.addresses)]
+        assert running_nodes(KEY) == [NotedNode(private.peer, [*private.addresses, CONTACT])]
+        assert running_nodes(None) == [NotedNode(public.peer, list(public.addresses))]
         assert running_nodes(b"l" * 32) == []
         file = folder / f"{private.peer}.json"
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
@@ -64,12 +65,21 @@ async def test_the_node_that_was_started_last_comes_first_and_a_killed_one_is_fo
     ):
         await nursery.start(note_running, first, [], None)
         await nursery.start(note_running, second, [], None)
-        assert running_nodes(None) == [list(second.addresses), list(first.addresses)]
+        assert [each.peer for each in running_nodes(None)] == [second.peer, first.peer]
         os.utime(folder / f"{first.peer}.json")  # as the first one does each minute
-        assert running_nodes(None) == [list(second.addresses), list(first.addresses)]
+        assert [each.peer for each in running_nodes(None)] == [second.peer, first.peer]
         os.utime(folder / f"{second.peer}.json", 2 * (time.time() - OLD_S,))
-        assert running_nodes(None) == [list(first.addresses)]
+        assert [each.peer for each in running_nodes(None)] == [first.peer]
         assert not (folder / f"{second.peer}.json").exists()
+        nursery.cancel_scope.cancel()
+
+
+@in_trio
+async def test_a_node_without_addresses_is_not_taken_for_one_that_its_user_has_named() -> None:
+    async with open_network([], LinkPolicy()) as network, trio.open_nursery() as nursery:
+        await nursery.start(note_running, network, [CONTACT], None)
+        assert running_nodes(None) == [NotedNode(network.peer, [CONTACT])]
+        assert (await read_forecasts(None)).own == {network.peer}
         nursery.cancel_scope.cancel()
 
 
@@ -100,20 +110,22 @@ async def test_a_disk_that_hangs_holds_up_neither_the_start_nor_the_end_of_a_nod
     assert "will not find this node: the cache has not answered" in caplog.text
 
 
+FIELDS = ["version", "of", "s", "peer", "addresses"]
 values = st.recursive(
     st.none() | st.floats() | st.integers() | st.just(10**400) | st.text(max_size=9) | st.just([CONTACT]),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["version", "of", "s", "addresses"]), inner)
-    ),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(FIELDS), inner),
 )
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(values, st.sampled_from(["version", "of", "s", "addresses"]))
+@given(values, st.sampled_from(FIELDS))
 def test_a_damaged_file_is_as_if_it_were_not_there(folder: Path, value: Any, name: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "damaged.json"
-    for text in (json.dumps(value), json.dumps({"version": 1, "of": "", "s": 1.0, "addresses": []} | {name: value})):
+    for text in (
+        json.dumps(value),
+        json.dumps({"version": VERSION, "of": "", "s": 1.0, "peer": "", "addresses": []} | {name: value}),
+    ):
         file.write_text(text)
         assert running_nodes(None) == []
     file.write_bytes(b"\xff{")
