@@ -26,6 +26,7 @@ from llmnode.swarm.join import join_swarm
 from process import forked, in_process
 from process.forked import Forked
 from process.other_policies import with_policies
+from process.own_cache import cache_without_peers
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -162,8 +163,16 @@ def test_a_swarm_forms_loses_a_server_and_takes_another_in(
     trio.run(use)
 
 
-def test_status_names_the_holes(start: Callable[..., Child]) -> None:
+def test_status_names_the_holes_and_an_invite_of_a_server_alone_finds_it(
+    start: Callable[..., Child], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LLMNODE_CACHE", str(cache_without_peers(tmp_path / "cache")))
     server = start("serve", "--blocks", "4:6", "--threads", "1")
+    addresses = server.ready["addresses"]
+    made = in_process.llmnode("invite", "--no-mdns", "--json")
+    assert made.returncode == 0 and "found on this machine: 1 server" in made.stderr, made.stderr
+    invited = json.loads(made.stdout)
+    assert (invited["peers"], invited["model"]) == (addresses, EMBEDDED_MODEL)
     shown = forked.run([*LLMNODE, "status", "--peers", server.address])
     assert shown.returncode == 1
     assert "nobody serves blocks [0, 4), [6, 30)" in shown.stdout

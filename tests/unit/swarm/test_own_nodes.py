@@ -13,11 +13,13 @@ import trio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from llmnode.core.ids import PeerId
 from llmnode.core.policy import JoinPolicy, LinkPolicy
 from llmnode.net.addresses import LISTEN_ANY_LOOPBACK
 from llmnode.net.host import open_network
 from llmnode.node.forecasts import read_forecasts
 from llmnode.swarm import own_nodes
+from llmnode.swarm.former_peers import swarm_name
 from llmnode.swarm.own_nodes import FOLDER, MOST_NODES, VERSION, NotedNode, note_running, running_nodes
 from unit.hanging import hanging
 from unit.in_trio import in_trio
@@ -122,12 +124,18 @@ values = st.recursive(
 def test_a_damaged_file_is_as_if_it_were_not_there(folder: Path, value: Any, name: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "damaged.json"
-    for text in (
-        json.dumps(value),
-        json.dumps({"version": VERSION, "of": "", "s": 1.0, "peer": "", "addresses": []} | {name: value}),
-    ):
-        file.write_text(text)
-        assert running_nodes(None) == []
+    whole = {"version": VERSION, "of": swarm_name(None), "s": 1.0, "peer": "own", "addresses": [CONTACT]}
+    file.write_text(json.dumps(whole))
+    assert running_nodes(None) == [NotedNode(PeerId("own"), [CONTACT])]
+    file.write_text(json.dumps(value))
+    assert running_nodes(None) == []
+    file.write_text(json.dumps(whole | {name: value}))
+    for each in running_nodes(None):
+        assert isinstance(each.peer, str)
+        assert all(isinstance(address, str) for address in each.addresses)
+    del whole[name]
+    file.write_text(json.dumps(whole))
+    assert running_nodes(None) == []
     file.write_bytes(b"\xff{")
     assert running_nodes(None) == []
 
