@@ -13,8 +13,9 @@ from llmnode.core.ids import PeerId
 from llmnode.core.model import Precision, Profile
 from llmnode.core.peers.whereabouts import groups_of
 from llmnode.core.policy import LinkPolicy, PoolPolicy, RoutePolicy
+from llmnode.core.route import Hop
 from llmnode.core.span import Span
-from llmnode.errors import PeerUnreachable
+from llmnode.errors import PeerTimeout, PeerUnreachable
 from llmnode.session.reaching import Reaching
 from llmnode.swarm.pool import open_pool
 from llmnode.testing import Conditions, open_internet
@@ -30,6 +31,7 @@ DELAY_S = 0.3
 SLACK_S = 0.01
 DIAL_S = 3 * DELAY_S
 POLICY = PoolPolicy()
+ROUTES = RoutePolicy()
 GOOD, OTHER, HOLE = (f"/memory/{name}/p2p/peer-server" for name in ("good", "other", "hole"))
 RELAYED = "/memory/relay/p2p-circuit/p2p/peer-server"
 
@@ -135,3 +137,14 @@ async def test_addresses_that_drop_everything_are_counted_although_no_session_wa
             reaching.warm_some([announced])
         await trio.sleep(2 * LinkPolicy().dial_timeout_s)
         assert reaching.doubt_s(groups_of(announced, {})) > 0
+
+
+@simulated
+async def test_a_peer_that_never_answers_a_dial_is_blamed_for_the_time_that_it_took() -> None:
+    async with dialling() as (_, _, pool):
+        announced = announced_at(HOLE)
+        reaching, began_s = Reaching(pool, ROUTES, dict), trio.current_time()
+        connections, (error,) = await reaching.connect([Hop(announced.peer, announced.offer.span)], [announced])
+        assert not connections and isinstance(error, PeerTimeout) and error.peer == announced.peer
+        assert error.waited_s == ROUTES.connect_timeout_s
+        assert trio.current_time() == pytest.approx(began_s + error.waited_s, abs=SLACK_S)

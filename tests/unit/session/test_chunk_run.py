@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 SLOW_S, OWN_S, LIMIT_S = 59.0, 5.0, 10.0
+TRIED_S = 3.0
+"""It takes this long to find out whether others compute."""
 
 
 class SlowHop:
@@ -32,7 +34,7 @@ class SlowHop:
         self.session, self.answers_in_s = name, answers_in_s
         self.one_by_one = trio.Lock()
         self.connection = SimpleNamespace(company=Company(), tell=self._tell)
-        self.is_blamed = False
+        self.is_blamed = self.others_compute = False
 
     async def _tell(self, _frame: Frame) -> None:
         pass
@@ -49,7 +51,11 @@ class SlowHop:
         with trio.move_on_after(timeout_s):
             await trio.sleep(self.answers_in_s)
             return Frame(answer)
-        raise PeerTimeout(f"no answer in {timeout_s:g} s")
+        raise PeerTimeout(f"no answer in {timeout_s:g} s").after(timeout_s)
+
+    async def is_replaceable(self, _since_s: float) -> bool:
+        await trio.sleep(TRIED_S)
+        return self.others_compute
 
 
 def chunk(positions: int) -> Chunk:
@@ -136,12 +142,36 @@ def test_of_several_new_hops_the_one_that_took_most_of_the_time_is_blamed(monkey
         monkeypatch.setattr(chunk_run, "SessionHop", SlowHop)
         run: Any = chunk_run.run_chunk
         limit = chunk_run.Limit(trio.current_time() + LIMIT_S)
-        with pytest.raises(PeerTimeout, match="took 9 s of the time that all new hops had together"):
+        with pytest.raises(PeerTimeout, match="took 9 s of the time that all new hops had together") as raised:
             await run([slow, quick], chunk(1), b"", ClientPolicy(), limit=limit)
+        assert raised.value.waited_s == LIMIT_S - 1
         assert slow.is_blamed
         assert not quick.is_blamed
 
     trio.run(check, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+@pytest.mark.parametrize("others_compute", [True, False])
+def test_an_error_counts_all_the_time_since_the_step_was_given(
+    others_compute: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A late decode is waited for a second time, while others are tried."""
+    hop = SlowHop("known", SLOW_S)
+    hop.others_compute = others_compute
+    outcomes = []
+
+    def path(hops: list[SlowHop], *_arguments: Any) -> Iterator[Any]:
+        outcomes.append((yield Receive(hops[0], FrameType.RESULT, LIMIT_S, OWN_S)))
+
+    async def check() -> None:
+        monkeypatch.setattr(chunk_run, "chunk_path", path)
+        monkeypatch.setattr(chunk_run, "SessionHop", SlowHop)
+        run: Any = chunk_run.run_chunk
+        await run([hop], chunk(1), b"", ClientPolicy())
+
+    trio.run(check, clock=trio.testing.MockClock(autojump_threshold=0))
+    assert isinstance(outcomes[0].error, PeerTimeout)
+    assert outcomes[0].error.waited_s == (OWN_S + TRIED_S if others_compute else LIMIT_S)
 
 
 def test_a_push_that_does_not_come_takes_nothing_from_the_time_of_new_hops(monkeypatch: pytest.MonkeyPatch) -> None:

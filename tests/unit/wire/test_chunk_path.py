@@ -14,7 +14,7 @@ from llmnode.core.peers.peer_speed import Word
 from llmnode.core.policy import ClientPolicy
 from llmnode.core.route import Hop
 from llmnode.core.span import Span
-from llmnode.errors import IntegrityError, PeerError, PeerRefused, PeerTimeout
+from llmnode.errors import IntegrityError, PeerError, PeerRefused, PeerTimeout, RemoteProtocolError
 from llmnode.wire.chunk import Chunk
 from llmnode.wire.chunk_path import HopsDisagree, Outcome, Receive, Send, chunk_path
 from llmnode.wire.frame import Frame, FrameType
@@ -99,11 +99,22 @@ def test_a_hop_that_may_have_been_given_another_step_is_not_blamed(pushed: str, 
     assert second.failure is not None, "nobody else can have given it another step now"
 
 
-def test_a_hop_without_a_hop_before_is_blamed_at_once() -> None:
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (result(OTHER, LAST), IntegrityError),
+        (replace(result(GIVEN, LAST), length=CHUNK.length + 1), RemoteProtocolError),
+    ],
+    ids=["another input", "other positions"],
+)
+def test_a_hop_without_a_hop_before_is_blamed_at_once_and_for_all_the_time_until_its_answer(
+    answer: Frame, error: type[PeerError]
+) -> None:
     alone = hop(0)
-    with pytest.raises(IntegrityError):
-        way([alone], iter([result(OTHER, LAST)]))
+    with pytest.raises(error):
+        way([alone], iter([answer]))
     assert alone.failure is not None
+    assert alone.failure.waited_s == 1.0
 
 
 def test_a_late_hop_that_was_given_the_same_again_is_well() -> None:
