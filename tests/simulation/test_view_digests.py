@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,6 +13,7 @@ import pytest
 import trio
 
 from llmnode.core.announcement import Announcement, Offer, PeerState, SignedAnnouncement
+from llmnode.core.budget import Resource
 from llmnode.core.ids import PeerId
 from llmnode.core.model import Precision, Profile
 from llmnode.core.policy import ServePolicy, SwarmPolicy
@@ -26,11 +28,12 @@ from llmnode.swarm.membership import Swarm
 from llmnode.swarm.pool import open_pool
 from llmnode.testing import Conditions, seeds, simulated, simulated_ms
 from llmnode.testing.link import MemoryLink
-from llmnode.testing.network import _signature, open_internet, peer_named
+from llmnode.testing.network import MemoryNetwork, _signature, open_internet, peer_named
 from llmnode.testing.world import raise_bug
 from llmnode.wire.announcement import pack_news, sign_announcement
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.view_digests import ASKED_AT_ONCE
+from unit.grown import sign_grown
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Collection, Iterable
@@ -272,3 +275,53 @@ async def test_the_time_that_a_node_takes_to_verify_is_not_counted_against_the_p
         tell(other, [announced(number, 0) for number in range(4 * ASKED_AT_ONCE - 1)])
         await exchange(one, other)
         assert len(one.view) == FULL
+
+
+@pytest.mark.parametrize("by_digests", [False, True], ids=["sequences", "digests"])
+@simulated
+async def test_while_an_answer_is_made_the_link_holds_its_bytes_as_an_answer(
+    by_digests: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So a link that is chosen to make way is none that holds much for a moment."""
+    held: list[tuple[Link, int, int]] = []
+    async with two_nodes(DIGESTS_ALWAYS if by_digests else SwarmPolicy()) as (one, other):
+        answer = other.answer
+
+        async def note_held(frame: Frame, link: Link) -> Frame:
+            made = await answer(frame, link)
+            held.append((link, link.scope.held[Resource.ANSWERS], other.most_answer_bytes))
+            return made
+
+        monkeypatch.setattr(other, "answer", note_held)
+        tell(one, [announced(1, 0)])
+        tell(other, [announced(2, 0), announced(3, 0)])
+        await exchange(one, other)
+        assert len(held) == 1 + by_digests
+        for link, while_made, answer_bytes in held:
+            assert while_made == answer_bytes > 0
+            assert link.scope.held[Resource.ANSWERS] == 0, "it is done with"
+
+
+@simulated
+async def test_one_signature_of_each_announcement_is_verified_although_it_has_one_for_protocol_1_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    verified, verify = Counter[PeerId](), MemoryNetwork.verify
+
+    def count(self: MemoryNetwork, peer: PeerId, message: bytes, signature: bytes) -> bool:
+        verified[peer] += 1
+        return verify(self, peer, message, signature)
+
+    monkeypatch.setattr(MemoryNetwork, "verify", count)
+    async with two_nodes(DIGESTS_ALWAYS) as (one, other):
+        grown = [
+            sign_grown(each.announcement, partial(_signature, each.announcement.peer))
+            for each in (announced(number, 0) for number in range(40))
+        ]
+        tell(one, [announced(FULL, 0)])
+        tell(other, grown)
+        for _ in range(2):
+            await exchange(one, other)
+        assert len(one.view) == 41
+        told = [each.announcement.peer for each in grown]
+        assert verified == Counter([*told, announced(FULL, 0).announcement.peer])
