@@ -102,7 +102,7 @@ class PeerError(LlmnodeError):
         super().__init__(message)
 
     def after(self, waited_s: float) -> Self:
-        """Say how long we have waited for the peer. Returns the error itself."""
+        """Say that we have waited for the peer for `waited_s` seconds. Returns the error itself."""
         self.waited_s = max(self.waited_s, waited_s)
         return self
 

@@ -15,6 +15,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 from llmnode.client.generate import Token, TokenTiming
 from llmnode.client.portal import open_portal
 from llmnode.client.sampling import Sampling
+from llmnode.core.model import EXACT
 from llmnode.errors import ConfigError
 from llmnode.models.text import chat_template
 from llmnode.models.text.chat_template import ChatTemplate, _Process, is_plain
@@ -180,6 +181,7 @@ def dialogue() -> Iterator[Chat]:
         yield tokens()
 
     client: Any = SimpleNamespace(
+        model=SimpleNamespace(digest=b"", precision=EXACT),
         tokenizer=made(refusing),
         ends=SimpleNamespace(check=lambda _ids: None),
         inference_session=lambda _length: nullcontext(session),
