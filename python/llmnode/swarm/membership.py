@@ -26,6 +26,7 @@ from llmnode.core.view import Source, View, is_news
 from llmnode.errors import ConfigError, PeerError, RemoteProtocolError
 from llmnode.swarm.entering import enter
 from llmnode.swarm.former_peers import peer_of
+from llmnode.swarm.old_forms import OldForms
 from llmnode.swarm.peer_connection import source_of
 from llmnode.swarm.view_exchange import READ_AT_ONCE, ViewExchange, with_pauses
 from llmnode.wire.announcement import is_signed_by_peer, pack_news, sign_announcement, unpack_news
@@ -77,7 +78,7 @@ class Swarm:
         self._rng = rng or random.Random()
         named = (PeerId(each.rpartition("/p2p/")[2]) for each in contacts)
         self.view = View(policy, {network.peer, *named}, self._rng)
-        self._view_exchange = ViewExchange(self.view, policy, now_ms, network.verify)
+        self._view_exchange = ViewExchange(self.view, policy, now_ms, OldForms(network.verify, policy.view_peers))
         self._clocks = Clocks(policy)
         self._exchanges = Exchanges(policy, self._rng)
         self._network = network

@@ -8,7 +8,7 @@ node asks for what it misses (MISSING). Peers that do not know digests are sent 
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
 
@@ -19,8 +19,6 @@ from llmnode.errors import PeerRefused, RemoteProtocolError
 from llmnode.wire import version_1
 from llmnode.wire.announcement import (
     News,
-    form_in_version_1,
-    is_form_signed,
     pack_news,
     pack_sequences,
     unpack_news,
@@ -45,9 +43,9 @@ if TYPE_CHECKING:
     from llmnode.core.ids import PeerId
     from llmnode.core.policy import SwarmPolicy
     from llmnode.core.view import View
+    from llmnode.swarm.old_forms import OldForms
     from llmnode.swarm.peer_connection import PeerConnection
     from llmnode.wire.frame import Buffer
-    from llmnode.wire.receipt import Verify
 
     Believe = Callable[[News], Awaitable[None]]
 
@@ -73,20 +71,6 @@ class Told:
     """The peers whose announcements it lacks."""
 
 
-@dataclass(slots=True)
-class _OldForm:
-    """The form of an announcement for peers of protocol 1. It is verified when one of them lacks it."""
-
-    form: SignedBody
-    sequence: int
-    _is_good: bool | None
-
-    def is_good(self, peer: PeerId, verify: Verify) -> bool:
-        if self._is_good is None:
-            self._is_good = is_form_signed(peer, self.form, verify)
-        return self._is_good
-
-
 @dataclass(frozen=True, slots=True)
 class ViewExchange:
     """Both sides of exchanges, for one node's view."""
@@ -94,9 +78,8 @@ class ViewExchange:
     view: View
     policy: SwarmPolicy
     now_ms: Callable[[], int]
-    verify: Verify
-    _old_forms: dict[PeerId, tuple[SignedBody, _OldForm | None]] = field(default_factory=dict)
-    """Signed bodies, and their forms for peers of protocol 1: to make and to verify one takes a quarter of a ms."""
+    old_forms: OldForms
+    """For peers of protocol 1."""
 
     async def ask(self, connection: PeerConnection, believe: Believe) -> Told:
         """`believe` gets the announcements, some at a time. It may raise RemoteProtocolError.
@@ -117,8 +100,8 @@ class ViewExchange:
 
     async def _ask_by_sequences(self, connection: PeerConnection, believe: Believe) -> Told:
         if connection.version == version_1.VERSION:
-            old_forms = await self._in_version_1(self.view.newer_than({}), {})
-            ours = {peer: sequence for peer, sequence, _ in old_forms}
+            forms = await self.old_forms.lacked(self.view.newer_than({}), NOTHING)
+            ours = {each.peer: each.sequence for each in forms}
         else:  # or the version is not known yet
             ours = self.view.sequences()
         packed = pack_sequences(ours)
@@ -201,32 +184,7 @@ class ViewExchange:
         """Those of `announcements` that a peer of this version can read, without the older forms that it has."""
         if version != version_1.VERSION:
             return [each.signed for each in announcements]
-        return [form for _, _, form in await self._in_version_1(announcements, theirs)]
-
-    async def _in_version_1(
-        self, announcements: Iterable[SignedAnnouncement], theirs: Mapping[PeerId, int]
-    ) -> list[tuple[PeerId, int, SignedBody]]:
-        """The forms that a peer of protocol 1 lacks, with their peers and sequence numbers."""
-        readable = []
-        for number, each in enumerate(announcements, 1):
-            peer, old = each.announcement.peer, self._old_form(each)
-            if old is not None and old.sequence > theirs.get(peer, -1) and old.is_good(peer, self.verify):
-                readable.append((peer, old.sequence, old.form))
-            if number % READ_AT_ONCE == 0:
-                await trio.lowlevel.checkpoint()
-        return readable
-
-    def _old_form(self, announcement: SignedAnnouncement) -> _OldForm | None:
-        peer, signed = announcement.announcement.peer, announcement.signed
-        if (made := self._old_forms.get(peer)) is None or made[0] != signed:
-            self._old_forms.pop(peer, None)
-            if len(self._old_forms) >= self.policy.view_peers:
-                del self._old_forms[next(iter(self._old_forms))]  # the oldest
-            old = None
-            if (form := form_in_version_1(announcement)) is not None:
-                old = _OldForm(form, version_1.sequence_of(announcement, form), True if form == signed else None)
-            made = self._old_forms[peer] = (signed, old)
-        return made[1]
+        return [each.signed for each in await self.old_forms.lacked(announcements, theirs)]
 
 
 async def with_pauses(parts: Generator[None, None, T]) -> T:

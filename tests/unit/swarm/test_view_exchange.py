@@ -10,6 +10,7 @@ from llmnode.core.model import Precision, Profile
 from llmnode.core.policy import SwarmPolicy
 from llmnode.core.span import Span
 from llmnode.core.view import Source, View
+from llmnode.swarm.old_forms import OldForms
 from llmnode.swarm.view_exchange import ViewExchange
 from llmnode.wire import version_1
 from llmnode.wire.announcement import form_in_version_1, pack_sequences, sign_announcement
@@ -53,7 +54,7 @@ def exchange_of(*held: SignedAnnouncement) -> tuple[ViewExchange, Keys]:
     view, keys = View(POLICY), Keys()
     for each in held:
         assert view.accept(each, NOW_MS, Source(PeerId("teller"), "10.0.0.0/24"))
-    return ViewExchange(view, POLICY, lambda: NOW_MS, keys.verify), keys
+    return ViewExchange(view, POLICY, lambda: NOW_MS, OldForms(keys.verify, POLICY.view_peers)), keys
 
 
 async def told(exchange: ViewExchange, version: int, known: dict[PeerId, int]) -> list[tuple[bytes, bytes]]:
