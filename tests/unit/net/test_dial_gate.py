@@ -94,7 +94,7 @@ async def test_a_client_dials_nothing_on_its_own_machine_for_strangers() -> None
 @pytest.mark.parametrize("is_near", [True, False])
 @in_trio
 async def test_a_relay_in_a_network_of_ours_is_dialled_if_a_peer_behind_it_was_named_near(is_near: bool) -> None:
-    """As by mDNS, or in a former run."""
+    """A former run or mDNS may have named it."""
     async with victim() as (port, came), open_network([], POLICY) as network:
         address = f"/ip4/127.0.0.1/tcp/{port}/p2p/{somebody()}/p2p-circuit/p2p/{somebody()}"
         if is_near:
