@@ -46,6 +46,7 @@ class SessionMemory:
         self._log = Account(self._scope, Resource.LOGS)
         self._prompts = Account(self._scope, Resource.MEMORY)
         self._session = Account(self._scope, Resource.MEMORY)
+        self._has_ended = False
 
     def hold_session(self) -> None:
         """Hold the memory of a session without frames, for as long as it lives."""
@@ -100,7 +101,12 @@ class SessionMemory:
             raise _no_memory()
 
     def move(self, around: Scope) -> None:
-        """Count within another scope from now on. If that fails, nothing counts any more: the session is to end."""
+        """Count within another scope from now on. If that fails, nothing counts any more: the session is to end.
+
+        Its client may resume it at a moment when it has ended, and its KV is still being freed.
+        """
+        if self._has_ended:
+            raise PeerRefused(RefusalCode.UNKNOWN_SESSION, "this session has ended")
         former, self._scope = self._scope, around.open(Kind.SESSION, "a session")
         accounts = self._waiting, self._work, self._log, self._prompts, self._session
         moved = [each.move(self._scope) for each in accounts]
@@ -110,6 +116,7 @@ class SessionMemory:
             raise _no_memory()
 
     def close(self) -> None:
+        self._has_ended = True
         self._scope.close()
         self._turns.pass_on()
 

@@ -15,6 +15,7 @@ import trio.testing
 from llmnode.core.account import Account
 from llmnode.core.budget import Budget, Kind, Resource, Worth
 from llmnode.core.ids import Epoch, PeerId, Step
+from llmnode.core.operations import Close, Operation
 from llmnode.core.policy import BudgetPolicy, LinkPolicy, ServePolicy
 from llmnode.errors import PeerRefused, PeerUnreachable
 from llmnode.net.host import open_network
@@ -229,6 +230,17 @@ async def test_a_session_that_does_not_fit_where_it_moves_holds_nothing() -> Non
     assert budget.process.held[Resource.MEMORY] == 2 * MIB
 
 
+@in_trio
+async def test_a_session_that_has_ended_moves_nowhere() -> None:
+    budget, memory = session_memory()
+    await memory.queue(MIB)
+    memory.close()
+    with pytest.raises(PeerRefused) as caught:
+        memory.move(budget.connection("9.9.9.9"))
+    assert caught.value.code == RefusalCode.UNKNOWN_SESSION
+    assert not any(budget.process.held.values())
+
+
 # At a server
 
 
@@ -316,6 +328,35 @@ async def test_a_leased_session_is_in_the_budget_without_its_link_and_with_the_n
         await again.send(Frame(FrameType.CLOSE, session))
         await swarm.check_serves_and_is_empty()
         await until(lambda: not held[Resource.LOGS])
+
+
+@in_trio
+async def test_a_session_that_is_resumed_while_its_kv_is_freed_leaves_nothing_behind(
+    exact_worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    freeing, free = trio.Event(), trio.Event()
+    do = exact_worker.do
+
+    async def slow_to_close(operation: Operation[Any]) -> Any:
+        if isinstance(operation, Close):
+            freeing.set()
+            await free.wait()
+        return await do(operation)
+
+    monkeypatch.setattr(exact_worker, "do", slow_to_close)
+    async with served(exact_worker) as swarm, open_network([], POLICY) as network:
+        held, session = swarm.network.budget.process.held, session_id()
+        first, again = await network.dial(swarm.address), await network.dial(swarm.address)
+        await answer_to(first, open_frame(session, keep_outputs=True))
+        await answer_to(first, step_frame(session, 0, 0))
+        assert held[Resource.LOGS] == ROW
+        await first.send(Frame(FrameType.CLOSE, session))
+        await freeing.wait()
+        refusal = await refusal_to(again, Frame(FrameType.RESUME, session))
+        assert refusal.code == RefusalCode.UNKNOWN_SESSION
+        free.set()
+        await swarm.check_serves_and_is_empty()
+        assert not held[Resource.LOGS]
 
 
 @in_trio
