@@ -283,7 +283,7 @@ def _check_nothing_is_left(server: Server, worker: ExactWorker, hops: NextHops) 
 
 
 def _forget_what_is_limited(server: Server) -> None:
-    """What is full at one moment and empty at another would be taken for growth.
+    """A table that is full at one moment and empty at another would be taken for growth.
 
     Trio keeps up to 1,000 deadlines of scopes that have ended, of four blocks each. A server knows the sessions that
     were opened lately, up to 4,096 of them, until somebody asks for its load.
