@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import trio
@@ -42,6 +42,33 @@ async def test_a_push_that_gets_lost_is_made_good_by_the_client() -> None:
         assert [timing.direct for timing in session.timings] == [False, False, True]
         await dialogue.go_back(3)
         await dialogue.step(2)
+        assert not session.recoveries
+
+
+@simulated
+async def test_a_hop_that_gets_a_step_twice_answers_twice_and_is_blamed_for_nothing() -> None:
+    """The push comes after the client has made it good. The next one gets lost, and the client asks the hop for it."""
+    async with pairs_of_servers() as swarm, swarm.session() as (session, _), trio.open_nursery() as nursery:
+        dialogue = Dialogue(session, random.Random(1))
+        await dialogue.step(5)
+        first, second, third = (hop.peer for hop in session.route)
+        (served,) = swarm.node(first).server.sessions.values()
+        push = served._push
+
+        async def push_later(*pushed: Any) -> None:
+            await trio.sleep(1.5 * PushPolicy().patience_s)
+            await push(*pushed)
+
+        async def push_late(*pushed: Any) -> bool:
+            nursery.start_soon(push_later, *pushed)
+            return True
+
+        served._push = push_late  # type: ignore[method-assign]
+        swarm.internet.cut(second, third)
+        await dialogue.step(1)
+        assert not session.recoveries
+        assert [timing.direct for timing in session.timings] == [False, False, False]
+        await dialogue.step(1)
         assert not session.recoveries
 
 

@@ -354,6 +354,7 @@ class Expected:
         self._question = question
         self._answer: Frame | None = None
         self._arrived = trio.Event()
+        self._has_result = False
 
     def __enter__(self) -> Expected:
         return self
@@ -362,7 +363,12 @@ class Expected:
         self._connection.forget(self._question)
 
     def arrive(self, answer: Frame | None) -> None:
-        """Take an answer; None if the connection has ended without it. The first one counts, until it is received."""
+        """Take an answer; None if the connection has ended without it. The first one counts, until it is received.
+
+        A hop that gets a step twice, pushed and from us, sends its RESULT twice. The second one answers nothing.
+        """
+        if self._has_result and answer is not None and answer.type is FrameType.RESULT:
+            return
         self._answer = self._answer or answer
         self._arrived.set()
 
@@ -382,6 +388,7 @@ class Expected:
         if (answer := self._answer) is None:
             raise self._connection.error.after(trio.current_time() - since_s)
         self._answer, self._arrived = None, trio.Event()
+        self._has_result = self._has_result or answer.type is FrameType.RESULT
         if self._connection.has_ended:
             self._arrived.set()
         try:

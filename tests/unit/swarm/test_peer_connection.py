@@ -35,6 +35,20 @@ async def test_an_answer_that_came_after_the_question_was_given_up_is_not_read()
         assert given_up.cancelled_caught
 
 
+@pytest.mark.parametrize("second_comes_first", [True, False])
+@in_trio
+async def test_a_second_result_of_one_step_is_no_answer_to_what_is_asked_next(second_comes_first: bool) -> None:
+    link = cast("Any", SimpleNamespace(peer="12D3KooW", wait_written=None))
+    connection = PeerConnection(link, Uploads(), lambda _: None)
+    result, replayed = Frame(FrameType.RESULT), Frame(FrameType.REPLAYED)
+    with connection.expect(SessionId(bytes(16)), Epoch(0), Step(0)) as answer:
+        answer.arrive(result)
+        assert await answer.receive(FrameType.RESULT, 1.0) is result
+        for each in (result, replayed) if second_comes_first else (replayed, result):
+            answer.arrive(each)
+        assert await answer.receive(FrameType.REPLAYED, 1.0) is replayed
+
+
 @pytest.mark.parametrize(
     ("answer", "error"),
     [
