@@ -188,6 +188,22 @@ async def test_a_clock_that_is_set_right_is_told_once_more() -> None:
         nursery.cancel_scope.cancel()
 
 
+@pytest.mark.parametrize("offset_ms", [HOUR_MS, -HOUR_MS, 90_000, 40_000, 5_000])
+@simulated
+async def test_a_server_and_others_find_each_other_soon_after_its_clock_is_set_right(offset_ms: int) -> None:
+    """NTP may set a clock back after the start of a server, which has numbered its announcements by then."""
+    async with open_world(conditions=FAR) as swarm:
+        other = await swarm.start("other", HALVES[0])
+        clock = {"offset": offset_ms}
+        node = await swarm.start("wrong", HALVES[1], now_ms=lambda: simulated_ms() + clock["offset"])
+        await trio.sleep(LIFETIME_S)
+        clock["offset"] = 0
+        await trio.sleep(2 * LIFETIME_S)
+        for each in (node, other):
+            assert each.knows == {node.peer, other.peer}
+        assert node.swarm.double is None
+
+
 @pytest.mark.parametrize(("offset_ms", "words"), [(HOUR_MS, "3600.0 s ahead of"), (-HOUR_MS, "3600.0 s behind")])
 @simulated
 async def test_a_client_with_a_wrong_clock_is_told_so_instead_of_blocks_that_nobody_holds(

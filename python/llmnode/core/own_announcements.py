@@ -29,7 +29,13 @@ class OwnAnnouncements:
         return self._double if now_s < self._double_until_s else None
 
     def next_sequence(self, now_ms: int) -> int:
-        """The sequence number of the announcement that we make now, the newest of all that bear our name."""
+        """The sequence number of the announcement that we make now, the newest of all that bear our name.
+
+        A clock may be set back, as NTP does after a start with a wrong one. Former numbers that are now further in the
+        future than peers tolerate, by a lifetime, were believed by nobody. So the numbers begin anew.
+        """
+        if self._sequence > now_ms + int(1000 * (self._policy.clock_skew_s + self._policy.lifetime_s)):
+            self._sequence, self._began_ms, self._former_ms = 0, now_ms, now_ms
         self._sequence = max(now_ms, self._sequence + 2)
         ours = {self._sequence, self._sequence - 1}  # the second one is of the form for protocol 1
         lifetime_ms = int(1000 * self._policy.lifetime_s)

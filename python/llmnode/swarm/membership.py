@@ -153,6 +153,8 @@ class Swarm:
     def say(self, offer: Offer) -> None:
         """Sign an announcement of `offer` and let others hear of it soon."""
         sequence = self._own.next_sequence(self._now_ms())
+        if (held := self.view.of_peer(self.peer)) is not None and held.sequence > sequence:
+            self.view.forget(self.peer)  # our clock was set back
         announcement = Announcement(
             peer=self._network.peer,
             addresses=tuple(self._network.addresses)[: self._policy.addresses],
@@ -161,8 +163,7 @@ class Swarm:
             software=software() if self.double is None else f"{software()} ({DOUBLE})",
             offer=offer,
         )
-        source = Source(self._network.peer, self._network.peer)
-        self._take(sign_announcement(announcement, self._network.sign), source)
+        self._take(sign_announcement(announcement, self._network.sign), Source(self.peer, self.peer))
 
     def met_in(self) -> dict[PeerId, str]:
         """The address groups of the peers that we are connected to, and of those that we have met before."""
