@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ from llmnode.errors import ConfigError
 from llmnode.node.commands.joining import add_mdns, check_peers, warning_of_reach, ways_with_model
 from llmnode.node.commands.options import add_command
 from llmnode.node.terminal import say, show, show_json
-from llmnode.node.values import model, path
+from llmnode.node.values import model, swarm_key
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,7 +65,11 @@ def add(commands: Commands) -> None:
         "--model MODEL INVITE, and serve takes MODEL --swarm-key INVITE; without a MODEL they use the embedded one)",
     )
     parser.add_argument(
-        "--swarm-key", type=path, metavar="FILE", help="the key of a private swarm; made if there is none"
+        "--swarm-key",
+        type=swarm_key,
+        metavar="INVITE|FILE",
+        help="the key of a private swarm: a file with it, which is made if there is none; or an invite with the key, "
+        "as text or in a file",
     )
     parser.add_argument(
         "--qr",
@@ -79,16 +84,16 @@ def run(arguments: argparse.Namespace) -> int:
     from llmnode.net.invite import write_invite
     from llmnode.net.swarm_key import make_key
 
-    file: Path | None = arguments.swarm_key
+    given: Path | str | None = arguments.swarm_key
+    file = None if isinstance(given, str) else given  # else it is an invite
     check_peers(arguments.peers)
-    is_new = file is not None and not file.exists()
-    if file is not None and is_new:
+    if file is not None and not os.path.exists(file):
         # All that could fail comes before: a key that was made would be there the next time.
         named = None if arguments.model is None else _name_elsewhere(arguments.model, IN_FILE)
         found, reach = _of_peers(arguments.peers, make_key(file), named), widest(arguments.peers)
         say(f"made the key of a new swarm, {file}")
     else:
-        found, reach = _found(arguments, None if file is None else _key_in(file))
+        found, reach = _found(arguments, None if given is None else _key_in(given))
     invite = write_invite(found)
     if not found.peers:
         say("it names no peers to join through: start a relay or a server with this key, and then do this again")
@@ -107,12 +112,14 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _key_in(file: Path) -> bytes:
-    """The key in a file of its own, or in one with an invite. Raises ConfigError."""
+def _key_in(given: Path | str) -> bytes:
+    """The key in a file of its own, in an invite, or in a file with one. Raises ConfigError."""
     from llmnode.net.swarm_key import entry
 
-    if (key := entry((), file).key) is None:
-        raise ConfigError(f"{file} has the invite of a public swarm, and no key: leave --swarm-key out")
+    if (key := entry((), given).key) is None:
+        if isinstance(given, str):
+            raise ConfigError("--swarm-key is the invite of a public swarm, and no key: leave it out")
+        raise ConfigError(f"{given} has the invite of a public swarm, and no key: leave --swarm-key out")
     return key
 
 

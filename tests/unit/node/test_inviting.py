@@ -277,6 +277,23 @@ def test_a_file_with_an_invite_stands_for_its_key(tmp_path: Path, capsys: pytest
     assert "has the invite of a public swarm, and no key: leave --swarm-key out" in said(capsys)[1][-1]
 
 
+def test_an_invite_in_the_settings_stands_for_its_key_and_makes_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SECURITY.md says to put it there, for all commands."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LLMNODE_SWARM_KEY", write_invite(Invite((PEER.format("10.0.0.1"),), b"k" * 32)))
+    assert main(["invite", "--peers", PEER.format("8.8.8.8"), "--json"]) == 0
+    answer = json.loads(said(capsys)[0])
+    assert read_invite(answer["invite"]) == Invite((PEER.format("8.8.8.8"),), b"k" * 32)
+    assert answer["swarm_key"] is None and not os.listdir(tmp_path)
+    monkeypatch.setenv("LLMNODE_SWARM_KEY", write_invite(Invite((PEER.format("10.0.0.1"),))))
+    assert main(["invite"]) == 2
+    assert "--swarm-key is the invite of a public swarm, and no key: leave it out" in said(capsys)[1][-1]
+    assert main(["invite", "--swarm-key", "a" * 300]) == 2
+    assert "cannot write the swarm key" in said(capsys)[1][-1]
+
+
 @pytest.mark.parametrize(
     ("host", "words"), [("127.0.0.1", "on this machine alone"), ("10.0.0.1", "private network"), ("8.8.8.8", "")]
 )
