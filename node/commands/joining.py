@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmnode.errors import ConfigError
@@ -14,6 +14,7 @@ from llmnode.node.terminal import say
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from llmnode.core.peers.invited import DialledFrom
     from llmnode.net.invite import Invite
@@ -58,7 +59,7 @@ def way_in(arguments: argparse.Namespace, *, needs_peers: bool = True) -> Invite
     from llmnode.net.invite import INVITE, is_invite
 
     invite = arguments.invite
-    if invite is not None and not is_invite(invite) and not Path(invite).is_file():
+    if invite is not None and not is_invite(invite) and not os.path.isfile(invite):
         raise ConfigError(
             f"INVITE is no invite, and no file with one: an invite begins with {INVITE}; addresses go after --peers"
         )

@@ -84,6 +84,13 @@ def test_a_key_on_the_command_line_goes_before_an_invite_of_the_settings(
     assert "--swarm-key has the key of its swarm: the invite of the settings is not used" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("text", ["nonsense", PRIVATE[1:], PRIVATE[1:] * 9], ids=["short", "cut", "long"])
+def test_an_argument_that_is_no_invite_and_no_possible_name_of_a_file_is_told_so(text: str) -> None:
+    with pytest.raises(ConfigError, match="INVITE is no invite, and no file with one") as caught:
+        way_in(parsed("chat", text))
+    assert text not in str(caught.value), "it may have a key"
+
+
 def test_a_server_has_the_key_and_the_model_that_were_found(key_file: Path) -> None:
     config = worker_config(parsed("serve", OPEN, "--peers", OTHER, LLMNODE_SWARM_KEY=str(key_file)))
     joined = entry(config.peers, config.swarm_key)
