@@ -44,7 +44,7 @@ def add(commands: Commands) -> None:
         "  llmnode relay --swarm-key swarm.key --listen /ip4/0.0.0.0/tcp/4001\n"
         "  llmnode invite --swarm-key swarm.key                     (on the same machine, while the relay runs)\n"
         "  llmnode invite --swarm-key swarm.key --peers ADDRESS     (elsewhere, as the relay printed it)\n"
-        "  llmnode chat FILE                                        (on other machines: a file with the invite)",
+        "  llmnode chat FILE                                        (on other machines: a file with it; or serve)",
     )
     parser.add_argument(
         "--peers",

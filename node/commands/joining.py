@@ -71,10 +71,16 @@ def way_in(arguments: argparse.Namespace, *, needs_peers: bool = True) -> Invite
 
 
 def model_and_way_in(arguments: argparse.Namespace) -> tuple[str | None, Invite]:
-    """From MODEL|INVITE, and the options of `add_peers` if the command has them. Raises ConfigError."""
-    from llmnode.net.invite import is_invite
+    """From MODEL|INVITE, and the options of `add_peers` if the command has them. A file may have the INVITE.
 
-    invite, model = (arguments.model, None) if is_invite(arguments.model) else (None, arguments.model)
+    Raises ConfigError.
+    """
+    from llmnode.net.invite import is_invite
+    from llmnode.net.swarm_key import is_invite_file
+
+    named: str | None = arguments.model
+    is_way_in = named is not None and (is_invite(named) or is_invite_file(named))
+    invite, model = (named, None) if is_way_in else (None, named)
     found = _entry(arguments, "model", invite)
     return model or found.hub_model, found
 

@@ -31,7 +31,9 @@ MODEL_HELP = (
     "a folder with safetensors, a GGUF file, or a model on the Hugging Face hub (org/name or org/name@revision; "
     "default: the embedded SmolLM2-135M-Instruct)"
 )
-MODEL_OR_INVITE_HELP = f"{MODEL_HELP}; or an invite, the line of `llmnode invite` or `llmnode serve`: enough to join"
+MODEL_OR_INVITE_HELP = (
+    f"{MODEL_HELP}; or an invite, the line of `llmnode invite` or `llmnode serve`, or a file with it: enough to join"
+)
 DEFAULT_PROMPT = "The three laws of thermodynamics are"
 MOST = 1 << 40
 """A limit for counts: more than any machine has."""

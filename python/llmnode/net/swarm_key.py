@@ -68,6 +68,15 @@ def _found(given: str | Path | Invite) -> Invite:
     return read_invite(text) if is_invite(text) else Invite((), _parse_key(text, path))
 
 
+def is_invite_file(name: str) -> bool:
+    """Whether `name` is the path of a file with an invite, which may be damaged. No model is in such a file."""
+    try:
+        path = expand_path(name)
+        return os.path.isfile(path) and is_invite(decode(read_file(path, name, _FILE_BYTES)))
+    except ConfigError:  # it is larger, no text, or not ours to read
+        return False
+
+
 def read_key(path: Path) -> bytes:
     """Raises ConfigError if there is none, if it is no key, or if others can read it."""
     return _parse_key(_read(path), path)

@@ -84,6 +84,24 @@ def test_a_key_on_the_command_line_goes_before_an_invite_of_the_settings(
     assert "--swarm-key has the key of its swarm: the invite of the settings is not used" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", POSITIONAL + WITH_MODEL)
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])
+def test_a_file_with_an_invite_stands_for_it(command: str, encoding: str, tmp_path: Path) -> None:
+    """`llmnode invite` says to give commands a file: a command line stands in the list of processes."""
+    (file := tmp_path / "invite").write_bytes(f"{PRIVATE}\n".encode(encoding))
+    file.chmod(0o600)
+    assert found(command, str(file)) == Invite((PEER,), KEY, "org/name")
+    if command in WITH_MODEL:
+        assert model_and_way_in(parsed(command, str(file)))[0] == "hub:org/name"
+
+
+@pytest.mark.parametrize("content", [b"GGUF" + bytes(100), b"x" * 200_000, b"", b"\xff\xfe\x00"])
+def test_any_other_file_stays_the_name_of_a_model(content: bytes, tmp_path: Path) -> None:
+    (file := tmp_path / "model.gguf").write_bytes(content)
+    for name in (str(file), str(tmp_path), "org/name", "a" * 5000):
+        assert model_and_way_in(parsed("serve", name)) == (name, Invite(()))
+
+
 @pytest.mark.parametrize("text", ["nonsense", PRIVATE[1:], PRIVATE[1:] * 9], ids=["short", "cut", "long"])
 def test_an_argument_that_is_no_invite_and_no_possible_name_of_a_file_is_told_so(text: str) -> None:
     with pytest.raises(ConfigError, match="INVITE is no invite, and no file with one") as caught:
