@@ -208,6 +208,17 @@ async def test_however_often_the_view_changes_it_is_looked_at_now_and_then(monke
 
 
 @simulated
+async def test_a_server_measures_no_network_to_itself_and_does_not_ask_itself_how_it_is_reached() -> None:
+    """All nodes of a swarm may be given one list of addresses."""
+    async with open_world(conditions=NARROW) as world:
+        node = await world.start("first", SPANS[0], contacts=["/memory/p2p/peer-first"])
+        assert list(node.network.addresses) == ["/memory/p2p/peer-first"]
+        await trio.sleep(5)
+        assert (await measure_network(node.swarm, {})).upload_bytes_per_s == 0.0
+        assert not node.swarm.contacts, "nor is it among those that say how others reach this node"
+
+
+@simulated
 async def test_contacts_are_probed_where_announced_peers_take_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Strangers that are announced, and refuse, would keep a server from ever announcing a throughput."""
     answer = links._answer_probe

@@ -59,8 +59,8 @@ def wall_clock_ms() -> int:
 class Swarm:
     """Our view of the other peers, and our own announcement. `run` keeps both current.
 
-    `contacts` are the addresses that the user gave: the first peers to ask. A node that `roams` opens links to others
-    for the exchange alone. A client does not, and asks the peers that it is connected to anyway.
+    `contacts` are the addresses that the user gave, but for our own: the first peers to ask. A node that `roams` opens
+    links to others for the exchange alone. A client does not, and asks the peers that it is connected to anyway.
     """
 
     def __init__(
@@ -76,8 +76,7 @@ class Swarm:
         roams: bool = True,
     ) -> None:
         self._rng = rng or random.Random()
-        named = (PeerId(each.rpartition("/p2p/")[2]) for each in contacts)
-        self.view = View(policy, {network.peer, *named}, self._rng)
+        self.view = View(policy, {network.peer, *(PeerId(peer_of(each)) for each in contacts)}, self._rng)
         self._view_exchange = ViewExchange(self.view, policy, now_ms, OldForms(network.verify, policy.view_peers))
         self._clocks = Clocks(policy)
         self._exchanges = Exchanges(policy, self._rng)
@@ -87,8 +86,8 @@ class Swarm:
         view = network.budget.process.open(Kind.PEER, "the view")
         if not view.take(Resource.MEMORY, policy.view_peers * PLACE_BYTES):
             raise ConfigError("the memory budget leaves nothing for a view: raise BudgetPolicy.memory_bytes")
-        self.contacts = list(contacts)
-        network.vouch(self.contacts)
+        self.contacts = [each for each in contacts if peer_of(each) != network.peer]
+        network.vouch(contacts)
         self._directory = directory
         self._now_ms = now_ms
         self._roams = roams
