@@ -16,8 +16,11 @@ from libp2p.transport.exceptions import OpenConnectionError
 from multiaddr.exceptions import Error as MultiaddrError
 
 from llmnode.core.budget import Resource
+from llmnode.core.ids import PeerId
 from llmnode.core.peers.dial_gate import DialGate
 from llmnode.net.addresses import place_of, tcp_address
+from llmnode.net.explain import root_of
+from llmnode.net.secure import AnotherPeer
 from llmnode.net.sockets import ips_of, remote_address
 
 if TYPE_CHECKING:
@@ -65,14 +68,19 @@ class Gate:
 
     @contextlib.asynccontextmanager
     async def dialling(
-        self, place: tuple[str, int], *, is_seen: bool = False, is_repeated: bool = False
+        self,
+        place: tuple[str, int],
+        peer: PeerId | None = None,
+        *,
+        is_seen: bool = False,
+        is_repeated: bool = False,
     ) -> AsyncIterator[None]:
         """A dial is under way, after a wait if there are many. Raises OpenConnectionError if it may not begin.
 
-        For `is_seen` and `is_repeated` see `DialGate.why_not`.
+        For `peer`, `is_seen` and `is_repeated` see `DialGate.why_not`.
         """
         now_s = trio.current_time()
-        if (why := self._gate.why_not(*place, now_s, is_seen=is_seen, is_repeated=is_repeated)) is not None:
+        if (why := self._gate.why_not(*place, now_s, peer, is_seen=is_seen, is_repeated=is_repeated)) is not None:
             raise OpenConnectionError(f"not dialled: {why}")
         most = self._process.limit(Resource.DIALS) or 1
         if not self._gate.is_vouched(*place):
@@ -92,13 +100,15 @@ class Gate:
         async with self.dialling(target):
             return await connect_from(source, target)
 
-    def report(self, place: tuple[str, int], *, reached: bool) -> None:
-        """A dial has ended. Whether the expected peer was there."""
-        self._gate.report(place[0].partition("%")[0], place[1], trio.current_time(), reached=reached)
+    def report(self, place: tuple[str, int], *, reached: bool, error: Exception | None = None) -> None:
+        """A dial has ended. Whether the expected peer was there. Else the `error`, if there is one, may say which."""
+        root = None if error is None else root_of(error)
+        found = PeerId(root.found.to_base58()) if isinstance(root, AnotherPeer) else None
+        self._gate.report(place[0].partition("%")[0], place[1], trio.current_time(), reached=reached, found=found)
 
-    def _report_end(self, place: tuple[str, int] | None, *, reached: bool) -> None:
+    def _report_end(self, place: tuple[str, int] | None, *, reached: bool, error: Exception | None = None) -> None:
         if place is not None:  # else it is a circuit: the dial was that of the relay
-            self.report(place, reached=reached)
+            self.report(place, reached=reached, error=error)
 
     def guard(self, swarm: Swarm, transport: TCP) -> None:
         """Have all dials of a host go through the gate. To be called once, before it runs."""
@@ -123,7 +133,7 @@ class Gate:
 
         async def dial_resolved(address: Multiaddr) -> IRawConnection:
             place = _direct(address)
-            async with self.dialling((place.host, place.port)):
+            async with self.dialling((place.host, place.port), _peer_at(address)):
                 try:
                     found = [tcp_address(each, place.port) for each in await ips_of(place.protocol, place.host)]
                 except (OSError, ValueError) as error:
@@ -154,8 +164,8 @@ class Gate:
                 with trio.CancelScope(shield=True):
                     await raw_conn.close()
                 raise
-            except Exception:  # whatever it is, the peer was not reached there
-                self._report_end(place, reached=False)
+            except Exception as error:  # whatever it is, the peer was not reached there
+                self._report_end(place, reached=False, error=error)
                 raise
             self._report_end(place, reached=True)
             return connection
@@ -211,6 +221,12 @@ def _direct(address: Multiaddr) -> Place:
         if (place := place_of(address)) is not None:
             return place
     raise OpenConnectionError("not dialled: it is no address of one host and its TCP port")
+
+
+def _peer_at(address: Multiaddr) -> PeerId | None:
+    """The peer that is expected at a direct address. None if it does not say."""
+    peer = address.get_peer_id()
+    return None if peer is None else PeerId(peer)
 
 
 def _place(address: Multiaddr) -> tuple[str, int]:

@@ -131,13 +131,17 @@ class DialBacks:
         """No connection of the swarm: it is there for the proof alone. Raises OSError, or an error of libp2p."""
         async with self._gate.dialling(place, is_seen=True):
             reached = False
+            failed: Exception | None = None
             try:
                 async with await connect_from((any_host(place[0]), 0), place) as stream:
                     raw = RawConnection(TrioTCPStream(stream), initiator=True)
                     await self._swarm.upgrader.upgrade_security(raw, True, peer)
                 reached = True
+            except Exception as error:
+                failed = error
+                raise
             finally:
-                self._gate.report(place, reached=reached)
+                self._gate.report(place, reached=reached, error=failed)
 
 
 async def look(

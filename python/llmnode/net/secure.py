@@ -60,6 +60,14 @@ def noise_transport(key_pair: KeyPair, swarm_key: bytes | None = None) -> NoiseT
     return NoiseTransport(key_pair, noise_keys.private_key.to_bytes(), proof, swarm_key)
 
 
+class AnotherPeer(PeerIDMismatchesPubkey):
+    """A peer has proved its identity, and it is not the one that was dialled."""
+
+    def __init__(self, found: ID, wanted: ID) -> None:
+        super().__init__(f"{found} answers, not {wanted}")
+        self.found = found
+
+
 class NoiseTransport(ISecureTransport):
     """Made by `noise_transport`. One Noise key for all connections of a host, signed once."""
 
@@ -81,7 +89,7 @@ class NoiseTransport(ISecureTransport):
             raise NoiseFailure(str(error)) from error
 
     async def secure_outbound(self, conn: IRawConnection, peer_id: ID) -> NoiseConnection:
-        """Raises PeerIDMismatchesPubkey if another peer answers, NoiseFailure if it does not prove its identity."""
+        """Raises AnotherPeer if another peer answers, NoiseFailure if it does not prove its identity."""
         return await self._initiate(conn, peer_id, b"")
 
     async def propose_outbound(self, conn: IRawConnection, peer_id: ID) -> NoiseConnection:
@@ -95,7 +103,7 @@ class NoiseTransport(ISecureTransport):
         try:
             proof = _proved(handshake, await _receive(conn, handshake, answer))
             if (found := ID.from_pubkey(proof.id_pubkey)) != peer_id:
-                raise PeerIDMismatchesPubkey(f"{found} answers, not {peer_id}")
+                raise AnotherPeer(found, peer_id)
             await conn.write(handshake.send(self._proof))
             return self._secured(conn, handshake, proof, initiator=True)
         except (ValueError, IOException, HandshakeHasNotFinished) as error:

@@ -34,6 +34,7 @@ from unit.links import POLICY
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
+    from llmnode.core.ids import PeerId
     from llmnode.net.host import Libp2pNetwork
 
 OTHER = "12D3KooWHatDJpvRfD7CvXhA3hg2Pc115M26JP2Zph8nShom4ESy"
@@ -72,6 +73,21 @@ async def test_forty_identities_at_one_address_are_few_connections() -> None:
             for _ in range(40):
                 nursery.start_soon(dial)
         assert 1 <= len(came) <= POLICY.dials.place_burst + 1
+
+
+@in_trio
+async def test_a_peer_is_dialled_though_strangers_announce_others_at_its_address() -> None:
+    """It answers, and proves its identity. Announcements cost a stranger nothing."""
+    async with (
+        open_network([LISTEN_ANY_LOOPBACK], POLICY) as server,
+        open_network([LISTEN_ANY_LOOPBACK], POLICY) as client,
+    ):
+        place = server.addresses[0].partition("/p2p/")[0]
+        for number in range(2 * POLICY.dials.place_burst):
+            with pytest.raises(PeerUnreachable, match="another peer was there lately" if number else "answers, not"):
+                await client.dial(f"{place}/p2p/{somebody()}", is_heard=True)
+        link = await client.dial(server.addresses[0], is_heard=True)
+        assert link.peer == server.peer
 
 
 @in_trio
@@ -148,9 +164,9 @@ class Recorder:
         gate = network._gate._gate
         why_not = gate.why_not
 
-        def judge(host: str, port: int, now_s: float, **seen: bool) -> str | None:
+        def judge(host: str, port: int, now_s: float, peer: PeerId, **seen: bool) -> str | None:
             self.judged.append((host, port))
-            return why_not(host, port, now_s, **seen)
+            return why_not(host, port, now_s, peer, **seen)
 
         async def dial(host: str, port: int, *_source: tuple[str, int]) -> trio.SocketStream:
             self.dialled.append((host, port))

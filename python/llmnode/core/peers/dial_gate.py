@@ -1,8 +1,9 @@
 """The gate under every dial: which addresses a node dials because a stranger names them, and how often.
 
 A stranger may name an address in the node's own network, to find out what is there, or that of a victim, under any
-number of identities. So what counts is the address: where it is, and how the dials to it went. The user's word is
-enough for any address, though not for any number of dials. Opens no connection; the time is told.
+number of identities. So what counts is the address: where it is, and how the dials to it went. But a peer that proves
+its identity in answer to a dial for another one has not failed: it may be dialled there, and others are not. The user's
+word is enough for any address, though not for any number of dials. Opens no connection; the time is told.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 from llmnode.core.rates import KEYS, Rates
 
 if TYPE_CHECKING:
+    from llmnode.core.ids import PeerId
     from llmnode.core.policy import DialPolicy
 
 IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -51,6 +53,8 @@ class DialGate:
         self._contacts = Rates(policy.contact_burst, policy.contact_per_s)
         self._hosts = Rates(policy.host_failures, policy.host_failures_per_s)
         self._failures: OrderedDict[tuple[str, int], _Failure] = OrderedDict()
+        self._others: OrderedDict[tuple[str, int], tuple[PeerId, float]] = OrderedDict()
+        """The peers that have answered dials to others at their addresses, and until when these are not dialled."""
 
     def vouch(self, host: str, port: int) -> None:
         """The user has named this address, which may be a name of DNS. Others in its network may be dialled, too."""
@@ -81,9 +85,16 @@ class DialGate:
                 self._scopes.add(scope)
 
     def why_not(
-        self, host: str, port: int, now_s: float, *, is_seen: bool = False, is_repeated: bool = False
+        self,
+        host: str,
+        port: int,
+        now_s: float,
+        peer: PeerId | None = None,
+        *,
+        is_seen: bool = False,
+        is_repeated: bool = False,
     ) -> str | None:
-        """Why a stranger's address is not dialled now. None if it is, and then it counts.
+        """Why a stranger's address is not dialled now. None if it is, and then it counts. `peer` is expected there.
 
         The stranger `is_seen` if it has connected to us from this host. Then it need not be in a network of ours. A
         dial `is_repeated` at once in hole punching, where both sides have to dial at the same time.
@@ -94,6 +105,9 @@ class DialGate:
                 return "strangers name addresses of IP, and none of other kinds"
             if (scope not in self._scopes and not is_seen and place not in self._near) or port <= 0:
                 return "it is in a private network that this node is not in"
+            other, until_s = self._others.get(place, (peer, now_s))
+            if peer not in (None, other) and now_s < until_s:
+                return "another peer was there lately"
             failure = self._failures.get(place)
             if failure is not None and now_s < failure.until_s and not is_repeated:
                 return "it could not be reached lately"
@@ -109,10 +123,20 @@ class DialGate:
         places.count(place, now_s)
         return None
 
-    def report(self, host: str, port: int, now_s: float, *, reached: bool) -> None:
-        """How a dial ended: whether the expected peer was reached there."""
+    def report(self, host: str, port: int, now_s: float, *, reached: bool, found: PeerId | None = None) -> None:
+        """How a dial ended: whether the expected peer was reached there. Else another one may have been `found`.
+
+        Then that one alone is dialled there for a while.
+        """
         place = (host, port)
         failure = self._failures.pop(place, None)
+        if found is not None:
+            self._others[place] = found, now_s + self._policy.longest_pause_s
+            self._others.move_to_end(place)
+            if len(self._others) > KEYS:
+                self._others.popitem(last=False)
+            self._places.give_back(place, now_s)
+            return
         if reached:
             self._places.give_back(place, now_s)
             self._contacts.give_back(place, now_s)

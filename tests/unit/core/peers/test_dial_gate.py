@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llmnode.core.ids import PeerId
 from llmnode.core.peers.dial_gate import DialGate, scope_of
 from llmnode.core.policy import DialPolicy
 from llmnode.core.rates import KEYS
@@ -117,6 +118,36 @@ def test_one_that_was_not_reached_is_left_alone_for_longer_and_longer() -> None:
             gate.report("8.8.8.8", 22, now_s, reached=False)
         now_s += 0.1
     assert dials <= HOUR_S / POLICY.longest_pause_s + 10
+
+
+def test_a_peer_does_not_pay_for_dials_to_others_that_strangers_announce_at_its_address() -> None:
+    gate, now_s, dials, honest = DialGate(POLICY), 0.0, 0, PeerId("honest")
+    for number in range(1000):
+        if gate.why_not("8.8.8.8", 4001, now_s, PeerId(f"sybil {number}")) is None:
+            dials += 1
+            gate.report("8.8.8.8", 4001, now_s, reached=False, found=honest)
+        assert gate.why_not("8.8.8.8", 4001, now_s, honest) is None, f"after {number} others"
+        gate.report("8.8.8.8", 4001, now_s, reached=True)
+        now_s += 0.1
+    assert dials <= 1 + now_s / POLICY.longest_pause_s
+
+
+def test_another_peer_that_has_come_to_an_address_is_found_there() -> None:
+    gate = DialGate(POLICY)
+    before, now = PeerId("before"), PeerId("now")
+    assert gate.why_not("8.8.8.8", 4001, 0.0, before) is None
+    gate.report("8.8.8.8", 4001, 0.0, reached=False, found=now)
+    assert gate.why_not("8.8.8.8", 4001, 1.0, before) is not None
+    assert gate.why_not("8.8.8.8", 4001, 1.0, now) is None
+    assert gate.why_not("8.8.8.8", 4001, POLICY.longest_pause_s, before) is None
+
+
+def test_the_peers_that_were_found_in_place_of_others_are_bounded() -> None:
+    gate = DialGate(POLICY)
+    for port in range(1, KEYS + 2):
+        gate.report("8.8.8.8", port, 0.0, reached=False, found=PeerId("honest"))
+    assert gate.why_not("8.8.8.8", 1, 1.0, PeerId("another")) is None, "it was found the longest time ago"
+    assert gate.why_not("8.8.8.8", KEYS + 1, 1.0, PeerId("another")) is not None
 
 
 def test_the_ports_of_one_host_are_not_tried_one_after_the_other() -> None:
