@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING
 
 import trio
 
+from llmnode.core.fair_places import FairPlaces
+from llmnode.core.ids import PeerId
 from llmnode.core.peers.bans import Bans
 from llmnode.core.rates import Rates
 from llmnode.errors import ConfigError, PeerError, PeerRefused, PeerUnreachable
 from llmnode.wire.messages import RefusalCode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from llmnode.core.ids import PeerId
     from llmnode.core.policy import ServePolicy
     from llmnode.swarm.peer_connection import PeerConnection
     from llmnode.swarm.pool import ConnectionPool
@@ -47,6 +48,8 @@ class NextHops:
         self._unreached = Bans(policy.redial_s, policy.longest_redial_s)
         self._asking: dict[PeerId, trio.Event] = {}
         self._answered: dict[PeerId, tuple[PeerConnection, float]] = {}
+        self._kept = FairPlaces[PeerId](policy.hops_kept)
+        """The peers to which connections were opened here, by the address groups of the clients."""
 
     async def find(self, peer: PeerId, group: str, since_s: float, *, again: bool) -> PeerConnection:
         """Any open connection to `peer`; with `again`, one over which the peer has answered after `since_s`.
@@ -66,7 +69,7 @@ class NextHops:
             raise no_next_hop(peer)
         if peer not in self._asking:
             is_new = self._known(pool, peer, None) is None
-            if is_new and not self._sought.take(group, trio.current_time()):
+            if is_new and not (self._has_place(pool, group) and self._sought.take(group, trio.current_time())):
                 raise no_next_hop(peer)
             self._asking[peer] = trio.Event()
             pool.start_soon(partial(self._ask, pool, peer, group if is_new else None))
@@ -96,6 +99,45 @@ class NextHops:
         connection, answered_s = self._answered.get(peer, (None, 0.0))
         return connection if connection is not None and answered_s >= since_s and not connection.has_ended else None
 
+    def _has_place(self, pool: ConnectionPool, group: str) -> bool:
+        """Whether one more connection may be kept for clients of this address group."""
+        kept = self._connections(pool)
+        return len(kept) < self._policy.hops_kept or self._victim(kept, group) is not None
+
+    def _connections(self, pool: ConnectionPool) -> dict[PeerId, PeerConnection]:
+        """Those that were opened here and live, the oldest first."""
+        living = {each.peer: each for each in pool.living()}
+        for peer in [each for each in self._kept if each not in living]:
+            self._kept.leave(peer)
+        return {peer: living[peer] for peer in self._kept}
+
+    def _victim(self, kept: Mapping[PeerId, PeerConnection], group: str) -> PeerConnection | None:
+        """The one that makes way when there are too many: the oldest over which no session pushes, or else the newest
+        of another address group that has more. None if there is none.
+        """
+        unused = (each for each in kept.values() if not (each.is_listened_to or each.best.is_listened_to))
+        if (oldest := next(unused, None)) is not None:
+            return oldest
+        newest = self._kept.victim(group)
+        return None if newest is None else kept[newest]
+
+    async def _keep(self, pool: ConnectionPool, connection: PeerConnection, group: str) -> None:
+        """Keep a new connection, for which another one may have to end.
+
+        Clients choose the next hops, which may be their own. One stranger could have all places of this server. Raises
+        PeerUnreachable if others were faster.
+        """
+        kept, leaving = self._connections(pool), None
+        if len(kept) >= self._policy.hops_kept and (leaving := self._victim(kept, group)) is None:
+            await connection.end()
+            raise PeerUnreachable("others have the places for next hops", peer=connection.peer)
+        if leaving is not None:
+            self._kept.leave(leaving.peer)
+        self._kept.put(connection.peer, group)
+        if leaving is not None:
+            await leaving.best.end()
+            await leaving.end()
+
     async def _ask(self, pool: ConnectionPool, peer: PeerId, group: str | None) -> None:
         """Ask the peer something: an open connection may be dead.
 
@@ -110,6 +152,8 @@ class NextHops:
                     if addresses is None:
                         raise PeerUnreachable("not known to serve this model", peer=peer)
                     connection = await pool.connect(addresses)
+                    if group is not None:
+                        await self._keep(pool, connection, group)
                     await connection.best.describe(timeout_s)
                     self._answered[peer] = connection, trio.current_time()
                     if group is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Hashable, Iterator
 
 M = TypeVar("M", bound="Hashable")
 
@@ -24,6 +24,10 @@ class FairPlaces(Generic[M]):
 
     def __len__(self) -> int:
         return len(self._group_of)
+
+    def __iter__(self) -> Iterator[M]:
+        """The members, the oldest first."""
+        return iter(self._group_of)
 
     def held_by(self, group: str) -> int:
         """The places of a group."""

@@ -271,6 +271,11 @@ class PeerConnection:
         if (listener := self._listeners.get(session)) is not None and listener[0] == hear:
             del self._listeners[session]
 
+    @property
+    def is_listened_to(self) -> bool:
+        """Whether anybody hears what the peer says about a session, as for pushes to it."""
+        return bool(self._listeners)
+
     async def tell(self, frame: Frame) -> None:
         """Send a frame that has no answer. Raises PeerRefused if the peer speaks too old a protocol for it."""
         self._told_s = trio.current_time()

@@ -24,6 +24,7 @@ def test_the_newest_of_the_fullest_group_makes_way_for_a_newcomer_of_another() -
     places = FairPlaces[int](8)
     for member, group in enumerate("aaaaabbb"):
         assert _come(places, member, group)
+    assert list(places) == [*range(8)]
     assert places.victim("c") == 4
     assert places.victim("b") == 4, "then both have four"
     assert places.victim("a") is None and not places.has_place("a")

@@ -9,21 +9,32 @@ from typing import TYPE_CHECKING
 import pytest
 import trio
 
-from llmnode.core.ids import PeerId
+from llmnode.core.ids import PeerId, SessionId
 from llmnode.core.policy import BudgetPolicy, DialPolicy, LinkPolicy, ServePolicy
-from llmnode.errors import ConfigError, PeerRefused
+from llmnode.errors import ConfigError, PeerError, PeerRefused
 from llmnode.net.addresses import LISTEN_ANY_LOOPBACK
 from llmnode.net.dialling import SHARE_OF_STRANGERS
 from llmnode.net.host import open_network
 from llmnode.node.serve.next_hops import NextHops
 from llmnode.swarm.pool import open_pool
-from llmnode.wire.messages import RefusalCode
+from llmnode.testing import open_internet, peer_named, simulated
+from llmnode.wire.frame import Frame, FrameType
+from llmnode.wire.messages import Description, RefusalCode, pack
 from unit.in_trio import in_trio
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
     from contextlib import AbstractAsyncContextManager
 
+    from llmnode.swarm.peer_connection import PeerConnection
+    from llmnode.swarm.pool import ConnectionPool
+    from llmnode.testing import MemoryNetwork
+
+DESCRIPTION = Description(
+    **dict.fromkeys(Description.__dataclass_fields__, 1)
+    | {"software": "llmnode/1", "model": "m", "model_digest": bytes(32), "dtype": "float32", "span_start": 0}
+    | {"adapter": None, "extensions": None, "required": None}
+)
 LIAR = PeerId("12D3KooWQYhTNQdmr3ArTeUHRYzFg94BKyTkoWBDWez9kSCVe2Xo")
 
 
@@ -130,6 +141,71 @@ def test_one_address_group_has_no_more_than_a_part_of_the_dials_and_of_the_quest
     assert serve.hops_sought_per_s <= dials.per_s / 4
     assert serve.rights_burst <= serve.wants.burst / 2
     assert serve.rights_per_s <= serve.wants.per_s / 2
+
+
+@asynccontextmanager
+async def next_hops_that_answer(number: int, policy: ServePolicy) -> AsyncIterator[tuple[NextHops, ConnectionPool]]:
+    """Peers "hop 0" and so on, which say what they serve."""
+    async with open_internet() as internet, trio.open_nursery() as nursery:
+        networks = [internet.network(f"hop {each}") for each in range(number)]
+        addresses = {each.peer: each.addresses for each in networks}
+
+        async def answer(network: MemoryNetwork) -> None:
+            while True:
+                async with network.accept() as link:
+                    with suppress(PeerError):
+                        while True:
+                            asked = await link.receive()
+                            await link.send(Frame(FrameType.DESCRIPTION, step=asked.step, meta=pack(DESCRIPTION)))
+
+        for each in networks:
+            nursery.start_soon(answer, each)
+        async with open_pool(internet.network("server")) as pool:
+            yield NextHops(pool, addresses.get, policy), pool
+        nursery.cancel_scope.cancel()
+
+
+async def push(hops: NextHops, hop: int, group: str) -> PeerConnection:
+    """A session of a client in this group begins to push to the hop. Raises PeerRefused."""
+    connection = await hops.find(peer_named(f"hop {hop}"), group, trio.current_time(), again=False)
+    connection.listen(SessionId(bytes(16)), lambda _frame: None, lambda: None)
+    return connection
+
+
+@simulated
+async def test_next_hops_that_one_address_group_names_leave_places_to_others() -> None:
+    """A connection that the server has opened makes way for no other one. So these are few."""
+    policy = ServePolicy(hops_kept=4)
+    async with next_hops_that_answer(12, policy) as (hops, pool):
+        for number in range(4):
+            await push(hops, number, "stranger")
+        with pytest.raises(PeerRefused, match="no connection to the next hop"):
+            await push(hops, 4, "stranger")
+        assert len(pool.living()) == 4
+        honest = await push(hops, 11, "honest")
+        await trio.sleep(1)
+        assert len(pool.living()) == 4
+        for number in range(10):
+            with suppress(PeerRefused):
+                await push(hops, number, "stranger")
+        assert not honest.has_ended
+        assert len(pool.living()) == 4
+
+
+@simulated
+async def test_a_next_hop_to_which_no_session_pushes_any_more_makes_way_first() -> None:
+    policy = ServePolicy(hops_kept=4)
+    async with next_hops_that_answer(12, policy) as (hops, pool):
+        pushing = [await push(hops, number, "group") for number in range(4)]
+        pushing[1].mute(SessionId(bytes(16)), pushing[1]._listeners[SessionId(bytes(16))][0])
+        await push(hops, 4, "group")
+        await trio.sleep(1)
+        assert [each.has_ended for each in pushing] == [False, True, False, False]
+        assert len(pool.living()) == 4
+
+
+def test_next_hops_leave_most_connections_to_others() -> None:
+    assert ServePolicy().hops_kept <= BudgetPolicy().connections / 4
 
 
 async def refused(hops: NextHops, since_s: float, *, again: bool) -> tuple[str, float | None]:

@@ -258,6 +258,9 @@ class ServePolicy:
     24 addresses of strangers at the same time, and 64 at once (`DialPolicy`). Those that are reached do not count."""
     hops_sought_per_s: float = 0.5
     """Then it looks for one this often. A client passes results on where it does not."""
+    hops_kept: int = 128
+    """Connections that a server has opened to next hops and keeps, a quarter of `BudgetPolicy.connections`: nobody else
+    has a place of these. Beyond that, one over which no session pushes ends, or one of the address group with most."""
     redial_s: float = 2.0
     """A next hop that could not be reached, for example behind a NAT, is not dialled again for this long. The pause
     doubles each time."""
