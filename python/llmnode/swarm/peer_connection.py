@@ -44,6 +44,13 @@ if TYPE_CHECKING:
 
 FAREWELL_S = 1.0
 """A question that is given up is taken back within this time, or not at all."""
+UNASKED_BURST = 2048
+"""Frames that a peer may send at once which nobody waits for, as late answers and grants. A further one ends the link:
+each costs the event loop some 0.05 ms, and strangers can have a server connect to them."""
+UNASKED_EACH = 8
+"""Each frame that we send, and each answer that we expect, allows for this many more."""
+UNASKED_PER_S = 16.0
+"""Beyond that, it may send this many."""
 
 
 class PeerConnection:
@@ -56,7 +63,8 @@ class PeerConnection:
         self._ended: PeerError | None = None
         self._has_ended = trio.Event()
         self._questions = 0  # the number of those that belong to no session: each has a step of its own
-        self._told_s = trio.current_time()
+        self._told_s = self._counted_s = trio.current_time()
+        self._unasked_left = float(UNASKED_BURST)
         self.sessions: dict[SessionId, float] = {}
         """The sessions whose answers come over it, and since when. It stays open for them."""
         self.company = Company()
@@ -253,6 +261,7 @@ class PeerConnection:
         if (gone := self._gone.get(session)) is not None:
             raise PeerRefused(gone.code, gone.reason, retry_after_s=gone.retry_after_s, peer=self.peer)
         expected = self._waiting[question] = Expected(self, question)
+        self._unasked_left = min(UNASKED_BURST, self._unasked_left + UNASKED_EACH)
         return expected
 
     def forget(self, question: Question) -> None:
@@ -279,6 +288,7 @@ class PeerConnection:
     async def tell(self, frame: Frame) -> None:
         """Send a frame that has no answer. Raises PeerRefused if the peer speaks too old a protocol for it."""
         self._told_s = trio.current_time()
+        self._unasked_left = min(UNASKED_BURST, self._unasked_left + UNASKED_EACH)
         if version_1.has_more(frame) and await self._link.wait_version() == version_1.VERSION:
             try:
                 frame = version_1.without_more(frame)
@@ -292,9 +302,14 @@ class PeerConnection:
             while True:
                 frame = await self._link.receive()
                 self._says_full = False
-                if (waiter := self._waiting.get(_question(frame))) is not None:
-                    waiter.arrive(frame)
-                elif (listener := self._listeners.get(frame.session)) is not None:
+                if (waiter := self._waiting.get(_question(frame))) is not None and waiter.arrive(frame):
+                    continue
+                self._unasked_left -= 1
+                if self._unasked_left < 0:
+                    self._check_unasked()
+                if waiter is not None:
+                    continue  # the first answer counts
+                if (listener := self._listeners.get(frame.session)) is not None:
                     listener[0](frame)
                 else:
                     self._note_unasked(frame)
@@ -310,6 +325,14 @@ class PeerConnection:
                 waiter.arrive(None)
             for _, end in self._listeners.values():
                 end()
+
+    def _check_unasked(self) -> None:
+        """Raises RemoteProtocolError if the peer has sent too much that nobody waits for."""
+        now_s = trio.current_time()
+        self._unasked_left += min(UNASKED_BURST, UNASKED_PER_S * (now_s - self._counted_s))
+        self._counted_s = now_s
+        if self._unasked_left < 0:
+            raise RemoteProtocolError("sends without end what nobody has asked for")
 
     def _note_unasked(self, frame: Frame) -> None:
         """Nobody waits for the frame: it comes too late, or says that the peer has a session or our link no more."""
@@ -367,15 +390,18 @@ class Expected:
     def __exit__(self, *_: object) -> None:
         self._connection.forget(self._question)
 
-    def arrive(self, answer: Frame | None) -> None:
-        """Take an answer; None if the connection has ended without it. The first one counts, until it is received.
+    def arrive(self, answer: Frame | None) -> bool:
+        """Take an answer; None if the connection has ended without it. Whether it counts: the first one does, until it
+        is received.
 
         A hop that gets a step twice, pushed and from us, sends its RESULT twice. The second one answers nothing.
         """
-        if self._has_result and answer is not None and answer.type is FrameType.RESULT:
-            return
-        self._answer = self._answer or answer
+        if answer is not None:
+            if self._answer is not None or (self._has_result and answer.type is FrameType.RESULT):
+                return False
+            self._answer = answer
         self._arrived.set()
+        return True
 
     async def receive(self, answer_type: FrameType, timeout_s: float) -> Frame:
         """Wait for the answer. Raises PeerTimeout if it does not come in time; then it may be awaited again.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -9,8 +10,14 @@ import pytest
 import trio
 
 from llmnode.core.ids import Epoch, SessionId, Step
-from llmnode.errors import PeerError, PeerFull, PeerRefused, PeerTimeout, RemoteProtocolError
-from llmnode.swarm.peer_connection import PeerConnection, open_connection
+from llmnode.errors import PeerError, PeerFull, PeerRefused, PeerTimeout, PeerUnreachable, RemoteProtocolError
+from llmnode.swarm.peer_connection import (
+    UNASKED_BURST,
+    UNASKED_EACH,
+    UNASKED_PER_S,
+    PeerConnection,
+    open_connection,
+)
 from llmnode.swarm.uploads import Uploads
 from llmnode.testing import open_internet, simulated
 from llmnode.wire.frame import Frame, FrameType
@@ -107,6 +114,53 @@ async def test_a_peer_is_full_if_it_says_so_in_the_last_frame_of_the_link(says: 
             await connection.wait_ended()
             assert isinstance(connection.error, PeerFull) is (says == "full")
             assert connection.error.peer == server.peer
+
+
+GRANT = Frame(FrameType.GRANT, SessionId(b"s" * 16))
+
+
+@pytest.mark.parametrize("kind", ["unasked", "about a session", "answered again", "a result again"])
+@simulated
+async def test_a_peer_that_sends_without_end_what_nobody_waits_for_loses_its_link(kind: str) -> None:
+    """A server connects to peers that strangers announce, and these may send a million frames a minute."""
+    async with open_internet() as internet:
+        client, server = internet.network("client"), internet.network("server")
+        async with open_connection(await client.dial(server.addresses[0])) as connection, server.accept() as link:
+            if kind == "about a session":
+                connection.listen(GRANT.session, lambda _frame: None, lambda: None)
+            frame, sent = GRANT, 0
+            if "again" in kind:
+                answer = connection.expect(GRANT.session, GRANT.epoch, GRANT.step)
+            if kind == "a result again":
+                frame = Frame(FrameType.RESULT, GRANT.session)
+                await link.send(frame)
+                await answer.receive(FrameType.RESULT, 1.0)
+            with suppress(PeerUnreachable):
+                while sent < 10 * UNASKED_BURST:
+                    await link.send(frame)
+                    sent += 1
+            assert UNASKED_BURST <= sent < 2 * UNASKED_BURST
+            await connection.wait_ended()
+            assert isinstance(connection.error, RemoteProtocolError)
+
+
+@simulated
+async def test_a_peer_may_send_some_frames_for_each_of_ours_and_a_few_whenever_it_likes() -> None:
+    """Grants come for pushes, and late answers for questions that were given up."""
+    async with open_internet() as internet:
+        client, server = internet.network("client"), internet.network("server")
+        async with open_connection(await client.dial(server.addresses[0])) as connection, server.accept() as link:
+            for _ in range(UNASKED_BURST):
+                await connection.tell(Frame(FrameType.WANT, GRANT.session))
+                await link.receive()
+                for _ in range(UNASKED_EACH):
+                    await link.send(GRANT)
+            for _ in range(4):
+                await trio.sleep(UNASKED_BURST / UNASKED_PER_S)
+                for _ in range(UNASKED_BURST):
+                    await link.send(GRANT)
+            await trio.sleep(1)
+            assert not connection.has_ended
 
 
 def unread(meta: Buffer) -> None:
