@@ -39,7 +39,7 @@ from llmnode.wire.profile import profile_fields
 from llmnode.wire.server_figures import figures_extension
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from llmnode.core.adapters import AnnouncedAdapter
     from llmnode.core.ids import PeerId, SessionId
@@ -223,15 +223,24 @@ class Server:
             return None
         return known.addresses
 
-    def leave_link(self, session: ServerSession) -> None:
-        """Its client is gone. It may wait for it, if all that do, or those of this client, do not hold too much KV."""
-        waiting = [session, *(each for each in self.sessions.values() if each.link is None)]
-        may_hold = self.policy.leased_share * session.served.worker.kv_tokens
-        of_client = _positions(each for each in waiting if each.client == session.client)
-        if _positions(waiting) > may_hold or of_client > self.policy.leased_client_share * may_hold:
-            session.lease_s = 0.0
-        with suppress(PeerRefused):  # then it ends
-            session.leave_link()
+    def leave_link(self, sessions: Collection[ServerSession]) -> None:
+        """Their client is gone. A leased one may wait for it, if all that do, or those of this client, do not hold too
+        much KV. One look at all sessions is enough for those of a link: strangers may have thousands, and end together.
+        """
+        of_all = of_client = 0
+        if any(each.lease_s for each in sessions):
+            waiting = [each for each in self.sessions.values() if each.link is None and each.lease_s]
+            client = next(iter(sessions)).client
+            of_all, of_client = _positions(waiting), _positions(each for each in waiting if each.client == client)
+        for session in sessions:
+            if session.lease_s:
+                may_hold = self.policy.leased_share * session.served.worker.kv_tokens
+                of_all, of_client = (each + _positions([session]) for each in (of_all, of_client))
+                if of_all > may_hold or of_client > self.policy.leased_client_share * may_hold:
+                    session.lease_s = 0.0
+                    of_all, of_client = (each - _positions([session]) for each in (of_all, of_client))
+            with suppress(PeerRefused):  # then it ends
+                session.leave_link()
         self.note_end()
 
     def begin_pass(self, held: ServedSpan, group: str) -> None:

@@ -90,8 +90,7 @@ class ServerLink:
             for requests in self._requests:
                 requests.close()
             self._pushes.close()
-            for session in self._sessions():
-                self._server.leave_link(session)
+            self._server.leave_link(self._sessions())
 
     def _sessions(self) -> list[ServerSession]:
         """Those that answer over this link."""
@@ -211,7 +210,7 @@ class ServerLink:
         most_s = 0.0 if session.inbox.memory.holds_prompts else self._server.policy.lease_s
         session.lease_s = min(request.lease_ms / 1000, most_s)
         if request.leaves:
-            self._server.leave_link(session)
+            self._server.leave_link([session])
         meta = pack(Leased(int(1000 * session.lease_s)))
         return Frame(FrameType.LEASED, frame.session, frame.epoch, frame.step, meta=meta)
 
