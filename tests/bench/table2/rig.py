@@ -172,10 +172,15 @@ class Rig:
         self._texters[length] = texters
 
     async def steps(self, length: int, tokens: int, clients: int) -> Mapping[str, float]:
-        """The steps a second of each of the `clients`, at the positions up to `length`."""
-        texters = self._texters[length][:clients]
+        """The steps a second of each of the `clients`, at the positions up to `length`.
+
+        Several begin in the same moment, so they come to each server together. They take `tokens` steps before those
+        that are measured, and spread over the servers meanwhile, as users do that begin at any time.
+        """
+        texters, before_it = self._texters[length][:clients], tokens if clients > 1 else 0
+        steps = before_it + tokens
         for texter in texters:
-            await texter.session.truncate(length - tokens)
+            await texter.session.truncate(length - steps)
             await self._step(texter)  # with the link warm, and each hop at its place
         before = await self._work()
         stamps: list[list[float]] = [[] for _ in texters]
@@ -183,7 +188,7 @@ class Rig:
 
         async def run(texter: Texter, own: list[float]) -> None:
             own.append(time.perf_counter())
-            for _ in range(tokens):
+            for _ in range(steps):
                 await self._step(texter)
                 own.append(time.perf_counter())
                 least_s.append(path_s(self._legs_of_step(texter.session)))
@@ -192,13 +197,13 @@ class Rig:
             for texter, own in zip(texters, stamps, strict=True):
                 nursery.start_soon(run, texter, own)
         work = (await self._work()).since(before)
-        units = tokens * len(texters)
+        units = steps * len(texters)
         ends_s = work.ends_s / units
         if clients == 1:
             per_s = tokens / (stamps[0][-1] - stamps[0][0])
             limit = 1 / (statistics.mean(least_s) + ends_s)
         else:
-            per_s = rate(stamps) / clients
+            per_s = rate([each[before_it:] for each in stamps]) / clients
             stages = [
                 Leg(f"stage {index}", each / units, computes=True) for index, each in enumerate(work.stages_cpu_s)
             ]
