@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -104,19 +104,28 @@ class ModelStatus:
 
 
 def by_model(announcements: Sequence[Announcement], answers: Mapping[PeerId, ServerReport]) -> list[ModelStatus]:
-    groups: dict[Profile, list[Announcement]] = {}
+    """The models, with their servers. Those that claim another number of blocks are servers of another model."""
+    groups: dict[tuple[Profile, int], list[Announcement]] = {}
     for each in announcements:
-        groups.setdefault(each.offer.profile, []).append(each)
+        groups.setdefault((each.offer.profile, each.offer.blocks), []).append(each)
     return [
         ModelStatus(
-            model=servers[0].offer.model,
+            model=_name_of(servers, answers),
             digest=profile.model_digest.hex(),
             dtype=profile.precision.name,
-            blocks=servers[0].offer.blocks,
+            blocks=blocks,
             servers=sorted(servers, key=lambda each: (each.offer.span, each.peer)),
             answers=answers,
         )
-        for profile, servers in sorted(groups.items(), key=lambda group: group[0].key)
+        for (profile, blocks), servers in sorted(groups.items(), key=lambda group: (group[0][0].key, group[0][1]))
+    ]
+
+
+def _name_of(servers: Sequence[Announcement], answers: Mapping[PeerId, ServerReport]) -> str:
+    """The name of a model that most of its servers say: of those that answered, if any did."""
+    names = Counter(each.offer.model for each in servers if each.peer in answers)
+    return min((names or Counter(each.offer.model for each in servers)).items(), key=lambda each: (-each[1], each[0]))[
+        0
     ]
 
 

@@ -114,5 +114,7 @@ def _ready(network: Libp2pNetwork, arguments: argparse.Namespace, *, is_private:
         show("an invite that names the model, too: llmnode invite")
     elif peers:
         show(private_invite(arguments.swarm_key, peers))
-    if told := warning_of_reach(widest(peers)):
+    if not peers:
+        tell("nobody can dial this relay, so there is no invite: name an address of it with --announce ADDRESS")
+    elif told := warning_of_reach(widest(peers)):
         tell(told)

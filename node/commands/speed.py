@@ -89,11 +89,12 @@ async def _measure(config: NodeConfig, way_in: Invite, rounds: int, report: Call
     async with open_source(config, report, lambda line, _serves: report(line)) as source:
         model = await source.open_model()
         span = await choose_blocks(config.blocks, model, source, swarm=None)
+        # Before minutes of measuring: perhaps none of the peers answers.
+        network = await _measure_network(way_in, model, span) if way_in.peers else None
         report(f"reading blocks {span} of {model.name}")
         worker = await source.load(span)
         speed = await measure_speed(worker, model, rounds, lambda number: report(progress(number, rounds)))
         await source.drop()
-    network = await _measure_network(way_in, model, span) if way_in.peers else None
     return Measured(model, span, speed, network)
 
 

@@ -105,13 +105,17 @@ def running_nodes(swarm_key: bytes | None, policy: JoinPolicy | None = None) -> 
     Files of nodes that are gone are deleted.
     """
     lifetime_s, now_s = 3 * (policy or JoinPolicy()).remember_every_s, time.time()
-    try:
-        files = sorted(((each.stat().st_mtime, each) for each in cache_folder(FOLDER).glob("*.json")), reverse=True)
-    except (OSError, ConfigError):
-        return []
+    living: list[tuple[float, Path]] = []
+    with suppress(OSError, ConfigError):
+        for file in cache_folder(FOLDER).glob("*.json"):
+            with suppress(OSError):  # its node has ended at this moment
+                if abs(now_s - (written_s := file.stat().st_mtime)) < lifetime_s:
+                    living.append((written_s, file))
+                else:
+                    file.unlink()
     found: list[tuple[float, NotedNode]] = []
-    for number, (written_s, file) in enumerate(files):
-        if number < MOST_NODES and abs(now_s - written_s) < lifetime_s:
+    for number, (_, file) in enumerate(sorted(living, reverse=True)):
+        if number < MOST_NODES:
             found += _read(file, swarm_name(swarm_key))
         else:
             with suppress(OSError):

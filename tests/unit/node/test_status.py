@@ -20,7 +20,7 @@ from llmnode.node.commands.fitted_table import FittedTable
 from llmnode.node.commands.status import _drawn_by, _show
 from llmnode.node.commands.status_tables import BESIDE_BAR, LEAST_BAR, figures_table, status_table, watch_table
 from llmnode.node.forecasts import NO_FORECASTS
-from llmnode.node.status import ModelStatus, ServerReport, as_json, figures_line
+from llmnode.node.status import ModelStatus, ServerReport, as_json, by_model, figures_line
 from llmnode.wire.messages import Description
 from unit.streams import streams
 from unit.terminal_emulator import Terminal
@@ -131,6 +131,20 @@ def test_the_prediction_for_a_server_is_shown_beside_what_it_does() -> None:
     assert figures_line(figures[idle.peer]).startswith(
         "no speed measured yet (120.0 tokens/s predicted for 8 sessions at once), "
     )
+
+
+@pytest.mark.parametrize("blocks", [15, 31])
+def test_a_server_that_claims_another_number_of_blocks_or_another_name_changes_no_other(blocks: int) -> None:
+    """Whichever is heard of first."""
+    honest = [announcement(name, span, PeerState.ONLINE) for name, span in (("B", Span(0, 15)), ("C", Span(15, 30)))]
+    liar = announcement("A", Span(0, 15), PeerState.ONLINE)
+    liar = replace(liar, offer=replace(liar.offer, blocks=blocks, model="another/name"))
+    namer = announcement("D", Span(0, 15), PeerState.ONLINE)
+    namer = replace(namer, offer=replace(namer.offer, model="a/name"))
+    for heard in ([liar, namer, *honest], [*honest, namer, liar]):
+        models = {each.blocks: each for each in by_model(heard, {})}
+        assert (models[30].model, models[30].holes) == (MODEL, [])
+        assert models[blocks].servers == [liar] and models[blocks].model == "another/name"
 
 
 def test_programs_are_told_how_many_announcements_cannot_be_read() -> None:

@@ -140,6 +140,16 @@ def test_a_damaged_file_is_as_if_it_were_not_there(folder: Path, value: Any, nam
     assert running_nodes(None) == []
 
 
+def test_a_node_that_ends_meanwhile_hides_no_other(folder: Path) -> None:
+    """Its file is listed, and gone when it is looked at: a link that leads nowhere is the same to a reader."""
+    folder.mkdir(parents=True)
+    whole = {"version": VERSION, "of": swarm_name(None), "s": 1.0, "peer": "own", "addresses": [CONTACT]}
+    for name in ("a", "z"):
+        (folder / f"{name}.json").symlink_to(folder / "gone")
+    (folder / "own.json").write_text(json.dumps(whole))
+    assert running_nodes(None) == [NotedNode(PeerId("own"), [CONTACT])]
+
+
 def test_the_number_of_files_has_a_limit(folder: Path) -> None:
     folder.mkdir(parents=True)
     for number in range(MOST_NODES + 5):

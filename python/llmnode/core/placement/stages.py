@@ -53,7 +53,9 @@ def best_of(
         if found > most:
             best, most = layout, found
     if best is None:
-        needs = "hold too few blocks together" if fewest == math.inf else f"need {fewest:g} hops at least"
+        needs = "hold too few blocks together"
+        if fewest < math.inf:
+            needs = f"need {fewest:g} hops at least, and --most-hops is {most_hops:g}"
         raise ConfigError(f"no layout serves all {blocks} blocks: these machines {needs}")
     return best
 
