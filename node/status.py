@@ -124,9 +124,8 @@ def by_model(announcements: Sequence[Announcement], answers: Mapping[PeerId, Ser
 def _name_of(servers: Sequence[Announcement], answers: Mapping[PeerId, ServerReport]) -> str:
     """The name of a model that most of its servers say: of those that answered, if any did."""
     names = Counter(each.offer.model for each in servers if each.peer in answers)
-    return min((names or Counter(each.offer.model for each in servers)).items(), key=lambda each: (-each[1], each[0]))[
-        0
-    ]
+    names = names or Counter(each.offer.model for each in servers)
+    return min(names, key=lambda name: (-names[name], name))
 
 
 def as_json(
