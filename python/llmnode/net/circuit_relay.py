@@ -60,16 +60,14 @@ class Reservation:
 
     peer: ID
     connection: SwarmConn
+    group: str = field(init=False)
+    host: str = field(init=False)
+    """Its address groups. Each request is compared with those of all reservations, so they are not worked out again."""
     life: trio.CancelScope = field(default_factory=trio.CancelScope)
     is_displaced: bool = False
 
-    @property
-    def group(self) -> str:
-        return groups_of(self.connection.muxed_conn)[0]
-
-    @property
-    def host(self) -> str:
-        return groups_of(self.connection.muxed_conn)[1]
+    def __post_init__(self) -> None:
+        self.group, self.host = groups_of(self.connection.muxed_conn)
 
 
 @dataclass(eq=False, slots=True)

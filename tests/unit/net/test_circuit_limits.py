@@ -14,6 +14,7 @@ from libp2p.relay.circuit_v2.pb import circuit_pb2 as pb
 from llmnode.core.budget import Kind, Resource
 from llmnode.core.policy import BudgetPolicy, RelayPolicy
 from llmnode.errors import PeerUnreachable, single_error
+from llmnode.net import circuit_relay
 from llmnode.net.addresses import parse_peer
 from llmnode.net.admission import groups_of
 from llmnode.net.circuit_splice import LEAST_PIECE_BYTES
@@ -41,6 +42,7 @@ from unit.in_trio import in_trio
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from libp2p.abc import IMuxedConn
     from libp2p.network.swarm import Swarm
 
 
@@ -225,6 +227,21 @@ async def test_the_addresses_of_one_group_have_a_share_of_the_reservations(monke
 async def keep_talking(link: Libp2pLink, size: int) -> None:
     while True:
         await check_echo(link, size)
+
+
+@in_trio
+async def test_a_request_for_a_reservation_looks_at_no_address_of_those_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at = []
+
+    def count(connection: IMuxedConn) -> tuple[str, str]:
+        looked_at.append(connection)
+        return groups_of(connection)
+
+    monkeypatch.setattr(circuit_relay, "groups_of", count)
+    async with relaying() as relay, AsyncExitStack() as stack:
+        for number in range(1, 5):
+            await stack.enter_async_context(reserving(relay))
+            assert len(looked_at) == number
 
 
 @in_trio
