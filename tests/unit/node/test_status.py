@@ -144,6 +144,7 @@ def test_a_server_that_claims_another_number_of_blocks_or_another_name_changes_n
     for heard in ([liar, namer, *honest], [*honest, namer, liar]):
         models = {each.blocks: each for each in by_model(heard, {})}
         assert (models[30].model, models[30].holes) == (MODEL, [])
+        assert len({each.key for each in models.values()}) == 2
         assert models[blocks].servers == [liar] and models[blocks].model == "another/name"
 
 

@@ -55,7 +55,7 @@ def best_of(
     if best is None:
         needs = "hold too few blocks together"
         if fewest < math.inf:
-            needs = f"need {fewest:g} hops at least, and --most-hops is {most_hops:g}"
+            needs = f"need {fewest:g} hops at least, and {most_hops:g} may be used"
         raise ConfigError(f"no layout serves all {blocks} blocks: these machines {needs}")
     return best
 

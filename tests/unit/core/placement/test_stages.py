@@ -70,7 +70,7 @@ def test_a_session_needs_no_more_hops_than_wanted() -> None:
     short = best_of(BLOCKS, layouts(BLOCKS, machines), most_hops=2)
     assert fewest_hops(BLOCKS, short) <= 2 < fewest_hops(BLOCKS, fastest)
     assert 0.0 < throughput(BLOCKS, short) < throughput(BLOCKS, fastest)
-    with pytest.raises(ConfigError, match="need 2 hops at least, and --most-hops is 1"):
+    with pytest.raises(ConfigError, match="need 2 hops at least, and 1 may be used"):
         best_of(BLOCKS, layouts(BLOCKS, equal(8, 4)), most_hops=1)
 
 
