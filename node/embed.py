@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
 from functools import partial
@@ -11,8 +12,8 @@ from llmnode.client.portal import open_portal
 from llmnode.core.span import Span
 from llmnode.errors import ConfigError
 from llmnode.net.listeners import listenable_ips
-from llmnode.node.app import NodeConfig, open_node
-from llmnode.node.listening import choose_listening
+from llmnode.node.app import NodeConfig, check, open_node
+from llmnode.node.listening import choose_listening, is_on_this_machine
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,14 +21,20 @@ if TYPE_CHECKING:
     from llmnode.client.portal import Portal
     from llmnode.node.running_node import RunningNode
 
+log = logging.getLogger(__name__)
+
 
 class Node:
     """Serves blocks for as long as its context lasts: `with Node(blocks="0:10") as node: print(node.addresses)`.
 
-    Takes the fields of `NodeConfig`; an invite may stand for `model`, and is enough to join a swarm. With `mdns=True`
-    it listens in the private networks of this machine, unless `listen` says where. Without `peers` it then joins the
-    swarm that mDNS finds there. In a trio program use `async with`; everywhere else `with`, which runs the node in a
-    thread of its own. Errors are raised on entering: see `llmnode.node.app.open_node`.
+    Takes the fields of `NodeConfig`; an invite may stand for `model`, and is enough to join a swarm. In a trio program
+    use `async with`; everywhere else `with`, which runs the node in a thread of its own. Errors are raised on entering:
+    see `llmnode.node.app.open_node`.
+
+    Unless `listen` says where, it listens where its peers and relays reach it: at every interface if one is named
+    beyond the private networks of this machine, in these if some are named there, else on this machine alone.
+    With `mdns=True` it listens in the private networks at least, and without `peers` joins the swarm that mDNS finds
+    there. Where other machines reach it, anybody there may use it: a logged warning says so.
     """
 
     def __init__(
@@ -77,11 +84,26 @@ class Node:
         self._portal.call(partial(self.running.change_span, Span(start, end), drain_s))
 
     def _placed(self) -> NodeConfig:
-        """With the addresses to listen at."""
-        if self._is_told_where or not self._config.mdns or self._config.way_in().key is not None:
-            return self._config
-        here = choose_listening([], [], listenable_ips(), is_private=False, mdns=None)
-        return replace(self._config, listen=here.listen)
+        """With the addresses to listen at; a warning is logged if others reach it there. Raises ConfigError."""
+        config = self._config
+        check(config)
+        if self._is_told_where:
+            return config
+        to = config.way_in()
+        mdns = config.mdns and to.key is None
+        contacts = [*to.peers, *config.relays]
+        named = [each for each in contacts if not (mdns and is_on_this_machine(each))]
+        found = choose_listening(
+            [],
+            named,
+            listenable_ips(),
+            is_private=to.key is not None,
+            mdns=None if mdns else False,
+            in_program=True,
+        )
+        if found.warning:
+            log.warning(found.warning)
+        return replace(config, listen=found.listen, mdns=found.mdns)
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:

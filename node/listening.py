@@ -6,6 +6,7 @@ It also checks the addresses that a user gives to a node, before anything is don
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from llmnode.core.peers.dial_gate import PUBLIC, is_local, scope_of
@@ -32,9 +33,16 @@ class Listening:
 
 
 def choose_listening(
-    listen: Sequence[str], contacts: Iterable[str], own_ips: Iterable[str], *, is_private: bool, mdns: bool | None
+    listen: Sequence[str],
+    contacts: Iterable[str],
+    own_ips: Iterable[str],
+    *,
+    is_private: bool,
+    mdns: bool | None,
+    in_program: bool = False,
 ) -> Listening:
     """`listen` and `mdns` are what the user says, [] and None if nothing; `contacts` are the peers and relays named.
+    `in_program`: the warning names the fields of `NodeConfig` instead of the options of `llmnode serve`.
 
     - With contacts beyond this machine and its private networks, or with --mdns, the node is at every interface.
     - With contacts in private networks, or without any, it is in those of this machine. `own_ips` are the addresses of
@@ -49,26 +57,27 @@ def choose_listening(
     named = list(contacts)
     beyond = [each for each in map(_host, named) if not _is_here(each)]
     own = sorted(set(own_ips))
+    warning = partial(_warning, is_private=is_private, in_program=in_program)
     private = _in_private_networks(own, beyond)
     if listen:
         reached = not all(_is_here(_host(each)) for each in listen)
         if mdns and not reached:
             raise ConfigError(f"--mdns: nobody else reaches {' '.join(listen)}; give another --listen, or none")
         tells = tells and reached
-        return Listening(listen, tells, _warning(" ".join(listen), tells, is_private) if reached else "")
+        return Listening(listen, tells, warning(" ".join(listen), tells) if reached else "")
     if mdns or (beyond and not (private and all(map(is_local, beyond)))):
         why = "--mdns is given" if mdns else "a peer or relay beyond its private networks is named"
         where = everywhere(own)
         interfaces = "every interface of IPv4 and IPv6" if EVERYWHERE_6 in where else "every IPv4 interface"
-        return Listening(where, tells, _warning(f"{interfaces}, since {why}", tells, is_private))
+        return Listening(where, tells, warning(f"{interfaces}, since {why}", tells))
     if not beyond and (named or is_private or mdns is False):
         return Listening([HERE], mdns=False)
     if not private:
-        options = " ".join(f"--listen {each}" for each in everywhere(own))
-        warning = f"listening on this machine alone, since it is in no private network; for others: {options}"
-        return Listening([HERE], mdns=False, warning=warning)
+        option = _option(everywhere(own), in_program=in_program)
+        why = f"listening on this machine alone, since it is in no private network; for others: {option}"
+        return Listening([HERE], mdns=False, warning=why)
     at_private = [f"/ip{6 if ':' in each else 4}/{each}/tcp/0" for each in private]
-    return Listening(at_private, tells, _warning(" ".join(private), tells, is_private))
+    return Listening(at_private, tells, warning(" ".join(private), tells))
 
 
 def everywhere(own_ips: Iterable[str]) -> list[str]:
@@ -99,15 +108,26 @@ def check_places(listen: Sequence[str], announce: Sequence[str], way_in: Invite,
             parse(address)
 
 
-def _warning(where: str, tells: bool, is_private: bool) -> str:
-    found = ", and found there by mDNS in private networks (--no-mdns switches that off)" if tells else ""
+def _warning(where: str, tells: bool, *, is_private: bool, in_program: bool) -> str:
+    switch = "mdns=False" if in_program else "--no-mdns"
+    found = f", and found there by mDNS in private networks ({switch} switches that off)" if tells else ""
     users = "members of its private swarm may" if is_private else "anybody who reaches it there may"
-    return f"listening at {where}{found}: {users} use it; --listen {HERE} is for this machine alone"
+    here = _option([HERE], in_program=in_program)
+    return f"listening at {where}{found}: {users} use it; {here} is for this machine alone"
+
+
+def _option(listen: Sequence[str], *, in_program: bool) -> str:
+    return f"listen={list(listen)}" if in_program else " ".join(f"--listen {each}" for each in listen)
 
 
 def _host(address: str) -> str:
     """The host of a multiaddr; "" if it has none."""
     return address.split("/")[2] if address.count("/") >= 2 else ""
+
+
+def is_on_this_machine(address: str) -> bool:
+    """Whether the host of a multiaddr is this machine."""
+    return _is_here(_host(address))
 
 
 def _is_here(host: str) -> bool:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
 from llmnode.errors import ConfigError
 from llmnode.net.addresses import LISTEN_ANY_LOOPBACK
+from llmnode.net.invite import Invite, write_invite
 from llmnode.node import Node, embed
 
 
@@ -27,9 +29,45 @@ def test_a_span_that_cannot_be_served_is_refused(start: int, end: int, drain_s: 
         Node().change_span(start, end, drain_s)
 
 
-def test_a_node_that_is_told_of_listens_where_others_in_its_network_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embed, "listenable_ips", lambda: ["203.0.113.7", "10.1.2.3", "127.0.0.1"])
-    assert Node(mdns=True)._placed().listen == ["/ip4/10.1.2.3/tcp/0"]
-    elsewhere = ["/ip4/0.0.0.0/tcp/4001"]
-    assert Node(mdns=True, listen=elsewhere)._placed().listen == elsewhere
-    assert list(Node()._placed().listen) == [LISTEN_ANY_LOOPBACK]
+OWN_IPS = ["203.0.113.7", "10.1.2.3", "127.0.0.1"]
+IN_LAN, EVERYWHERE = ["/ip4/10.1.2.3/tcp/0"], ["/ip4/0.0.0.0/tcp/0"]
+HERE = [LISTEN_ANY_LOOPBACK]
+ID = "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
+OF_US, OF_LAN, FAR = (f"/ip4/{host}/tcp/4001/p2p/{ID}" for host in ("127.0.0.1", "10.1.2.9", "198.51.100.7"))
+CHOICE = ["/ip4/0.0.0.0/tcp/4001"]
+
+
+@pytest.mark.parametrize(
+    ("config", "listen", "tells"),
+    [
+        ({}, HERE, False),
+        ({"peers": [OF_US]}, HERE, False),
+        ({"peers": [OF_LAN]}, IN_LAN, False),
+        ({"peers": [FAR]}, EVERYWHERE, False),
+        ({"model": write_invite(Invite((FAR,)))}, EVERYWHERE, False),
+        ({"relays": [FAR]}, EVERYWHERE, False),
+        ({"peers": [FAR], "swarm_key": Invite((), bytes(32)), "mdns": True}, EVERYWHERE, False),
+        ({"mdns": True}, IN_LAN, True),
+        ({"mdns": True, "peers": [OF_US]}, IN_LAN, True),
+        ({"mdns": True, "peers": [FAR]}, EVERYWHERE, True),
+        ({"peers": [FAR], "listen": HERE}, HERE, False),
+        ({"mdns": True, "listen": CHOICE}, CHOICE, True),
+    ],
+    ids=str,
+)
+def test_a_node_listens_where_its_swarm_reaches_it_and_says_so(
+    config: dict[str, Any], listen: list[str], tells: bool, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """It does as `llmnode serve`: a server that others in its swarm cannot dial is of no use to them."""
+    monkeypatch.setattr(embed, "listenable_ips", lambda: OWN_IPS)
+    placed = Node(**config)._placed()
+    assert (list(placed.listen), placed.mdns) == (listen, tells)
+    said = " ".join(caplog.messages)
+    assert ("use it" in said) == (listen != HERE and "listen" not in config), said
+    assert ("found there by mDNS" in said) == (tells and "listen" not in config), said
+
+
+def test_a_node_with_a_wrong_address_says_nothing_of_where_it_listens(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ConfigError):
+        Node(peers=["/ip4/198.51.100.7/tcp/x"])._placed()
+    assert not caplog.messages
