@@ -52,18 +52,18 @@ class WorkerSpeed:
 
     def __init__(self, worker: Worker, measured: ComputeSpeed) -> None:
         self.measured = measured
-        self._worker = worker
+        self.worker = worker
         self._decodes_before = worker.seen.decodes
 
     @property
     def since(self) -> ForwardsSeen:
         """The forwards since then. Their times count those before too, until there are enough of them."""
-        forwards = self._worker.seen
+        forwards = self.worker.seen
         return replace(forwards, decodes=forwards.decodes - self._decodes_before)
 
     @property
     def span(self) -> Span:
-        return self._worker.span
+        return self.worker.span
 
     @property
     def blocks(self) -> int:
@@ -137,10 +137,19 @@ async def measure_speed(
     return Speed(decode[1:], shared[1:], sessions, prefill[1:], prompt)
 
 
+def is_short_of_kv(worker: Worker, model: ModelInfo) -> bool:
+    """Whether there is too little KV for all that `measure_compute` does, even without sessions."""
+    prompt = min(PROMPT_POSITIONS, model.context_tokens)
+    return worker.kv_tokens < max(prompt, SHARED_SESSIONS * _whole_pages(worker, QUICK_SHARED_STEPS))
+
+
 def _sessions_that_fit(worker: Worker, length: int) -> int:
     """Up to `SHARED_SESSIONS` of this `length`, each of which takes whole pages of KV."""
-    pages = ceil(length / worker.kv_page)
-    return min(SHARED_SESSIONS, worker.kv_tokens_free // (pages * worker.kv_page))
+    return min(SHARED_SESSIONS, worker.kv_tokens_free // _whole_pages(worker, length))
+
+
+def _whole_pages(worker: Worker, length: int) -> int:
+    return ceil(length / worker.kv_page) * worker.kv_page
 
 
 async def _decode(worker: Worker, model: ModelInfo, count: int, steps: int) -> float:

@@ -28,7 +28,7 @@ from llmnode.core.user_input import read_file
 from llmnode.errors import ConfigError
 from llmnode.machine.cache_disk import in_time
 from llmnode.machine.cache_folder import alone_with, cache_folder, write_in_cache
-from llmnode.node.serve.speed import first_step, measure_compute
+from llmnode.node.serve.speed import first_step, is_short_of_kv, measure_compute
 from llmnode.ports import Worker
 from llmnode.swarm.membership import software, wall_clock_ms
 
@@ -67,9 +67,14 @@ class SpeedCache:
     path: Path | None = None
 
     def measured_once(self, measure: Measure = measure_compute, *, keeps: bool = True) -> Measure:
-        """`measure`, unless the speed is known: then the worker does one step. If it `keeps`, a result is kept."""
+        """`measure`, unless the speed is known: then the worker does one step. If it `keeps`, a result is kept.
+
+        With less KV than a measurement takes, a worker may be slower: its speed is neither read nor kept.
+        """
 
         async def measure_or_read(worker: Worker, model: ModelInfo) -> ComputeSpeed:
+            if is_short_of_kv(worker, model):
+                return await measure(worker, model)
             key = self._key(model, worker.span)
             if (known := await _in_time(partial(self.read, key), None)) is not None:
                 await first_step(worker, model)
@@ -89,6 +94,8 @@ class SpeedCache:
             nonlocal noted
             speed = now()
             if speed is None or (observed := speed.observed) is None or (speed, speed.since.decodes) == noted:
+                return
+            if is_short_of_kv(speed.worker, model):
                 return
             noted = speed, speed.since.decodes
             key = self._key(model, speed.span)

@@ -192,7 +192,7 @@ def test_a_speed_is_measured_once_for_each_span_precision_and_setting(tmp_path: 
 
     async def main() -> None:
         cache = SpeedCache("4 threads", tmp_path / "speeds.json")
-        worker = worker_with(64)
+        worker = worker_with(4096)
         first = await cache.measured_once(measure)(worker, MODEL)
         assert await SpeedCache("4 threads", cache.path).measured_once(measure)(worker, MODEL) == first
         assert len(measured) == 1
@@ -203,6 +203,26 @@ def test_a_speed_is_measured_once_for_each_span_precision_and_setting(tmp_path: 
         assert len(measured) == 4
 
     trio.run(main)
+
+
+@pytest.mark.parametrize(("kv_tokens", "context", "is_enough"), [(127, 4096, False), (128, 4096, True), (32, 16, True)])
+def test_a_speed_with_too_little_kv_for_the_measurement_is_that_of_its_run_alone(
+    kv_tokens: int, context: int, is_enough: bool, tmp_path: Path
+) -> None:
+    """A short prompt, or few sessions at once, are slower. With more KV the machine would announce that for a day."""
+    measured: list[int] = []
+
+    async def measure(worker: Worker, _model: ModelInfo) -> ComputeSpeed:
+        measured.append(worker.kv_tokens)
+        return ComputeSpeed(float(worker.kv_tokens), 2.0, 3.0)
+
+    async def main() -> None:
+        cache, model = SpeedCache(path=tmp_path / "speeds.json"), replace(MODEL, context_tokens=context)
+        for tokens in (kv_tokens, kv_tokens, 4096, kv_tokens):
+            await cache.measured_once(measure)(worker_with(tokens), model)
+
+    trio.run(main)
+    assert measured == ([kv_tokens] if is_enough else [kv_tokens, kv_tokens, 4096, kv_tokens])
 
 
 def test_the_speed_of_a_block_is_known_by_whatever_span_was_measured_last(
@@ -388,7 +408,7 @@ def test_a_speed_that_is_not_to_be_kept_may_be_known(tmp_path: Path) -> None:
         return ComputeSpeed(rate, rate, rate)
 
     async def main() -> list[float]:
-        cache, worker = SpeedCache(path=tmp_path / "speeds.json"), worker_with(64)
+        cache, worker = SpeedCache(path=tmp_path / "speeds.json"), worker_with(4096)
         beside, alone = cache.measured_once(measure, keeps=False), cache.measured_once(measure)
         return [(await each(worker, MODEL)).decode_tokens_per_s for each in (beside, alone, beside, alone)]
 
