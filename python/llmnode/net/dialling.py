@@ -54,9 +54,9 @@ class Gate:
         self._process = process
         self._waiting = trio.lowlevel.ParkingLot()
 
-    def vouch(self, address: Multiaddr) -> None:
-        """The user has named this address."""
-        self._gate.vouch(*_place(address))
+    def vouch(self, address: Multiaddr, peer: ID | None = None) -> None:
+        """The user has named this address, of this peer or of anybody."""
+        self._gate.vouch(*_place(address), _named(peer))
 
     def note_near(self, address: Multiaddr) -> None:
         """A peer in our own network says that it is there."""
@@ -83,7 +83,7 @@ class Gate:
         if (why := self._gate.why_not(*place, now_s, peer, is_seen=is_seen, is_repeated=is_repeated)) is not None:
             raise OpenConnectionError(f"not dialled: {why}")
         most = self._process.limit(Resource.DIALS) or 1
-        if not self._gate.is_vouched(*place):
+        if not self._gate.is_vouched(*place, peer):
             most = int(SHARE_OF_STRANGERS * most)
         while self._process.held[Resource.DIALS] >= most:
             await self._waiting.park()
@@ -100,15 +100,14 @@ class Gate:
         async with self.dialling(target):
             return await connect_from(source, target)
 
-    def report(self, place: tuple[str, int], *, reached: bool, error: Exception | None = None) -> None:
+    def report(
+        self, place: tuple[str, int], *, reached: bool, peer: ID | None = None, error: Exception | None = None
+    ) -> None:
         """A dial has ended. Whether the expected peer was there. Else the `error`, if there is one, may say which."""
         root = None if error is None else root_of(error)
-        found = PeerId(root.found.to_base58()) if isinstance(root, AnotherPeer) else None
-        self._gate.report(place[0].partition("%")[0], place[1], trio.current_time(), reached=reached, found=found)
-
-    def _report_end(self, place: tuple[str, int] | None, *, reached: bool, error: Exception | None = None) -> None:
-        if place is not None:  # else it is a circuit: the dial was that of the relay
-            self.report(place, reached=reached, error=error)
+        found = root.found if isinstance(root, AnotherPeer) else None
+        host, now_s, named = place[0].partition("%")[0], trio.current_time(), _named(peer)
+        self._gate.report(host, place[1], now_s, reached=reached, peer=named, found=_named(found))
 
     def guard(self, swarm: Swarm, transport: TCP) -> None:
         """Have all dials of a host go through the gate. To be called once, before it runs."""
@@ -165,9 +164,11 @@ class Gate:
                     await raw_conn.close()
                 raise
             except Exception as error:  # whatever it is, the peer was not reached there
-                self._report_end(place, reached=False, error=error)
+                if place is not None:
+                    self.report(place, reached=False, peer=peer, error=error)
                 raise
-            self._report_end(place, reached=True)
+            if place is not None:  # else it is a circuit: the dial was that of the relay
+                self.report(place, reached=True, peer=peer)
             return connection
 
         return upgrade_or_close
@@ -221,6 +222,10 @@ def _direct(address: Multiaddr) -> Place:
         if (place := place_of(address)) is not None:
             return place
     raise OpenConnectionError("not dialled: it is no address of one host and its TCP port")
+
+
+def _named(peer: ID | None) -> PeerId | None:
+    return None if peer is None else PeerId(peer.to_base58())
 
 
 def _peer_at(address: Multiaddr) -> PeerId | None:

@@ -103,7 +103,7 @@ async def open_network(
     reserving = {relay.peer_id: relay for relay in map(parse_relay, relays)}
     admission = ConnectionAdmission(policy)
     for relay in reserving.values():
-        admission.gate.vouch(relay.addrs[0])
+        admission.gate.vouch(relay.addrs[0], relay.peer_id)
     async with contextlib.AsyncExitStack() as stack:
         key_pair = stack.enter_context(opened(identity))
         peer = PeerId(ID.from_pubkey(key_pair.public_key).to_base58())
@@ -218,7 +218,8 @@ class Libp2pNetwork:
 
     def vouch(self, addresses: Iterable[str]) -> None:
         for info in map(parse_peer, addresses):
-            self._gate.vouch((relay_of(info) or info).addrs[0])
+            dialled = relay_of(info) or info
+            self._gate.vouch(dialled.addrs[0], dialled.peer_id)
 
     def note_near(self, address: str) -> None:
         """A peer in our own network says that it is there (see `mdns.py`), or was there. Raises ConfigError."""
@@ -241,7 +242,7 @@ class Libp2pNetwork:
                     self._links[link] = stream.muxed_conn
         except trio.TooSlowError:
             if place := host_and_port(info.addrs[0]):
-                self._gate.report(place, reached=False)
+                self._gate.report(place, reached=False, peer=info.peer_id)
             why = f"no answer from {address} in {self._policy.dial_timeout_s:g} s: it hangs, or a firewall is between"
             raise PeerUnreachable(why, peer=peer) from None
         except PeerUnreachable as error:

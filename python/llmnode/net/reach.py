@@ -141,7 +141,7 @@ class DialBacks:
                 failed = error
                 raise
             finally:
-                self._gate.report(place, reached=reached, error=failed)
+                self._gate.report(place, reached=reached, peer=peer, error=failed)
 
 
 async def look(

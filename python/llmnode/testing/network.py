@@ -181,7 +181,7 @@ class MemoryInternet(Medium):
 
     def find(self, address: str) -> MemoryNetwork | None:
         """The network that listens at `address`, which may be the IP address of its host."""
-        peer = PeerId(address.rpartition("/p2p/")[2])
+        peer = peer_of(address)
         if address.startswith("/ip4/"):
             return self._networks.get(peer) if address.split("/")[2] == self.host_of(peer) else None
         if not address.startswith("/memory/"):
@@ -238,29 +238,29 @@ class MemoryNetwork(Endpoint):
     def vouch(self, addresses: Iterable[str]) -> None:
         for address in addresses:
             self._internet.find(address)
-            self._gate.vouch(*self._place(address))
+            self._gate.vouch(*self._place(address), peer_of(address))
 
     def _place(self, address: str) -> tuple[str, int]:
-        path, _, peer = address.rpartition("/p2p/")
-        return self._internet.host_of(PeerId(peer)), 1 + zlib.crc32(path.encode()) % PORTS
+        path = address.rpartition("/p2p/")[0]
+        return self._internet.host_of(peer_of(address)), 1 + zlib.crc32(path.encode()) % PORTS
 
     async def dial(self, address: str, *, is_heard: bool = False) -> MemoryLink:
         """Through the gate of real nodes: the address of a peer in memory stands for its IP address."""
         internet = self._internet
-        peer = PeerId(address.rpartition("/p2p/")[2])
+        peer = peer_of(address)
         if not is_heard:
             self.vouch([address])
         other, place = internet.find(address), self._place(address)
-        if (why := self._gate.why_not(*place, trio.current_time())) is not None:
+        if (why := self._gate.why_not(*place, trio.current_time(), peer)) is not None:
             raise PeerUnreachable(f"not dialled: {why}", peer=peer)
         try:
             link = await self._dial(address, peer, other)
         except PeerUnreachable:
             if other is None:
                 internet.dials.append(Dial(trio.current_time(), self.peer, *place))
-            self._gate.report(*place, trio.current_time(), reached=False)
+            self._gate.report(*place, trio.current_time(), reached=False, peer=peer)
             raise
-        self._gate.report(*place, trio.current_time(), reached=True)
+        self._gate.report(*place, trio.current_time(), reached=True, peer=peer)
         return link
 
     async def _dial(self, address: str, peer: PeerId, other: MemoryNetwork | None) -> MemoryLink:
@@ -314,6 +314,11 @@ class MemoryNetwork(Endpoint):
             link.own.links.append(link)
             link.keep_alive()
         return ours
+
+
+def peer_of(address: str) -> PeerId:
+    """The peer whose address it is."""
+    return PeerId(address.rpartition("/p2p/")[2])
 
 
 def _signature(peer: PeerId, message: bytes) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,10 +21,11 @@ from multiaddr import Multiaddr
 
 import llmnode
 from llmnode.core.budget import Resource
+from llmnode.core.ids import PeerId
 from llmnode.core.peers.dial_gate import scope_of
 from llmnode.core.policy import LinkPolicy
 from llmnode.errors import PeerUnreachable
-from llmnode.net.addresses import LISTEN_ANY_LOOPBACK
+from llmnode.net.addresses import LISTEN_ANY_LOOPBACK, host_and_port, parse_peer
 from llmnode.net.dialling import SHARE_OF_STRANGERS
 from llmnode.net.host import open_network
 from llmnode.net.identity import fresh_identity
@@ -34,7 +35,6 @@ from unit.links import POLICY
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
-    from llmnode.core.ids import PeerId
     from llmnode.net.host import Libp2pNetwork
 
 OTHER = "12D3KooWHatDJpvRfD7CvXhA3hg2Pc115M26JP2Zph8nShom4ESy"
@@ -88,6 +88,31 @@ async def test_a_peer_is_dialled_though_strangers_announce_others_at_its_address
                 await client.dial(f"{place}/p2p/{somebody()}", is_heard=True)
         link = await client.dial(server.addresses[0], is_heard=True)
         assert link.peer == server.peer
+
+
+@in_trio
+async def test_a_peer_that_was_met_is_dialled_whatever_strangers_announce_at_its_host() -> None:
+    """Dead ports, and others at its own address that are being dialled at the same moment."""
+    async with (
+        open_network([LISTEN_ANY_LOOPBACK], POLICY) as server,
+        open_network([LISTEN_ANY_LOOPBACK], POLICY) as client,
+    ):
+        address = server.addresses[0]
+        place = host_and_port(parse_peer(address).addrs[0])
+        assert place is not None
+        link = await client.dial(address, is_heard=True)
+        await link.end("done")
+        await link.wait_closed()
+        for port in range(1, POLICY.dials.host_failures + 1):
+            client._gate.report((place[0], port), reached=False)
+        async with AsyncExitStack() as under_way:
+            for _ in range(POLICY.dials.place_burst):
+                client._gate._gate._hosts.give_back(place[0], trio.current_time())
+                await under_way.enter_async_context(client._gate.dialling(place, PeerId(str(somebody()))))
+            with pytest.raises(OpenConnectionError):
+                await under_way.enter_async_context(client._gate.dialling(place, PeerId(str(somebody()))))
+            again = await client.dial(address, is_heard=True)
+            assert again.peer == server.peer
 
 
 @in_trio

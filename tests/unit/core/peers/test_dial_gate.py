@@ -127,7 +127,7 @@ def test_a_peer_does_not_pay_for_dials_to_others_that_strangers_announce_at_its_
             dials += 1
             gate.report("8.8.8.8", 4001, now_s, reached=False, found=honest)
         assert gate.why_not("8.8.8.8", 4001, now_s, honest) is None, f"after {number} others"
-        gate.report("8.8.8.8", 4001, now_s, reached=True)
+        gate.report("8.8.8.8", 4001, now_s, reached=True, peer=honest)
         now_s += 0.1
     assert dials <= 1 + now_s / POLICY.longest_pause_s
 
@@ -179,6 +179,74 @@ def test_the_users_contacts_are_dialled_though_all_else_is_not() -> None:
     for number in range(5000):
         gate.why_not(f"8.{number // 250}.{number % 250}.1", 4001, 0.0)
     assert gate.why_not("9.9.9.9", 4001, 0.0) is None
+
+
+def spend_host(gate: DialGate, host: str) -> None:
+    """A stranger announces dead ports at this host until none of its ports is dialled."""
+    for port in range(1, 2 * POLICY.host_failures):
+        if gate.why_not(host, port, 0.0, PeerId(f"sybil {port}")) is None:
+            gate.report(host, port, 0.0, reached=False)
+    assert gate.why_not(host, 22, 0.0) is not None
+
+
+def test_a_peer_that_was_met_does_not_wait_for_what_other_ports_of_its_host_have_cost() -> None:
+    gate, honest = DialGate(POLICY), PeerId("honest")
+    assert gate.why_not("8.8.8.8", 4001, 0.0, honest) is None
+    gate.report("8.8.8.8", 4001, 0.0, reached=True, peer=honest)
+    spend_host(gate, "8.8.8.8")
+    assert gate.why_not("8.8.8.8", 4001, 0.0, PeerId("another")) is not None
+    assert gate.why_not("8.8.8.8", 4001, 0.0, honest) is None
+
+
+def test_a_peer_that_was_met_does_not_wait_for_dials_to_others() -> None:
+    """Nor for those to other names at its own address, which are under way at the same moment."""
+    gate, honest = DialGate(POLICY), PeerId("honest")
+    gate.report("8.8.8.8", 4001, 0.0, reached=False, peer=PeerId("another"), found=honest)
+    gate.report("9.9.9.9", 4001, 0.0, reached=True, peer=honest)
+    for number in range(POLICY.place_burst):
+        assert gate.why_not("9.9.9.9", 4001, 0.0, PeerId(f"sybil {number}")) is None
+    for number in range(5000):
+        gate.why_not(f"8.{number // 250}.{number % 250}.1", 4001, 0.0)
+    assert gate.why_not("9.9.9.9", 4001, 0.0, honest) is None
+    assert gate.why_not("8.8.8.8", 4001, 0.0, honest) is None
+
+
+def test_a_peer_that_was_met_and_does_not_answer_has_the_pauses_and_rates_of_strangers() -> None:
+    gate, now_s, dials, honest = DialGate(POLICY), 0.0, 0, PeerId("honest")
+    gate.report("8.8.8.8", 4001, 0.0, reached=True, peer=honest)
+    while now_s < HOUR_S:
+        if gate.why_not("8.8.8.8", 4001, now_s, honest) is None:
+            dials += 1
+            gate.report("8.8.8.8", 4001, now_s, reached=False, peer=honest)
+        now_s += 0.1
+    assert dials <= HOUR_S / POLICY.longest_pause_s + 10
+    for number in range(5000):
+        gate.report(f"8.0.{number // 250}.{number % 250}", 4001, now_s, reached=True, peer=honest)
+    dialled = [
+        gate.why_not(f"8.0.{number // 250}.{number % 250}", 4001, now_s, honest) is None for number in range(5000)
+    ]
+    assert sum(dialled) <= 2 * POLICY.burst
+
+
+def test_one_stranger_has_no_peers_forgotten_that_were_met_elsewhere() -> None:
+    gate, honest = DialGate(POLICY), PeerId("honest")
+    gate.report("8.8.8.8", 4001, 0.0, reached=True, peer=honest)
+    for port in range(1, 5000):
+        gate.report("9.9.9.9", port, 0.0, reached=True, peer=PeerId("stranger"))
+    spend_host(gate, "8.8.8.8")
+    assert gate.why_not("8.8.8.8", 4001, 0.0, honest) is None
+
+
+def test_others_that_strangers_announce_at_a_contact_cost_it_no_dials() -> None:
+    gate, contact = DialGate(POLICY), PeerId("contact")
+    gate.vouch("9.9.9.9", 4001, contact)
+    dials = 0
+    for number in range(1000):
+        sybil = PeerId(f"sybil {number}")
+        dials += gate.why_not("9.9.9.9", 4001, 0.0, sybil) is None
+        assert not gate.is_vouched("9.9.9.9", 4001, sybil)
+    assert dials <= POLICY.place_burst
+    assert gate.why_not("9.9.9.9", 4001, 0.0, contact) is None
 
 
 @given(
