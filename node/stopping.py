@@ -35,24 +35,29 @@ class StopRequest:
         self.requested = trio.Event()
         self.by_signal = False
         """The program or user that asked is still there, and so may be our clients."""
+        self.is_interrupted = False
+        """By Ctrl-C, before it could be in order."""
         self._scope = scope
-        self._in_order = False
+        self.is_in_order = False
 
     def in_order(self) -> None:
         """From now on there is somebody to say goodbye to."""
-        self._in_order = True
+        self.is_in_order = True
 
     def request(self) -> None:
         """The second time, nobody waits for goodbyes."""
-        if not self._in_order or self.requested.is_set():
+        if not self.is_in_order or self.requested.is_set():
             self._scope.cancel()
         self.requested.set()
 
 
 @asynccontextmanager
-async def stopped_by_signals(*, until_stdin_closes: bool = False) -> AsyncIterator[StopRequest]:
+async def stopped_by_signals(
+    *, until_stdin_closes: bool = False, ends_by_ctrl_c: bool = False
+) -> AsyncIterator[StopRequest]:
     """The body is told by SIGINT and SIGTERM to stop and, if asked for, by the end of stdin.
 
+    Raises KeyboardInterrupt after a Ctrl-C before `in_order`, unless that is how it always ends: `ends_by_ctrl_c`.
     Raises ConfigError if stdin is a terminal, or none.
     """
     if until_stdin_closes and (sys.stdin is None or sys.stdin.isatty()):
@@ -60,18 +65,21 @@ async def stopped_by_signals(*, until_stdin_closes: bool = False) -> AsyncIterat
     with single_error():
         async with trio.open_nursery() as nursery:
             stop = StopRequest(nursery.cancel_scope)
-            await nursery.start(_on_signals, stop)
+            await nursery.start(_on_signals, stop, not ends_by_ctrl_c)
             if until_stdin_closes:
                 nursery.start_soon(_on_stdin_end, stop)
             yield stop
             nursery.cancel_scope.cancel()
+        if stop.is_interrupted:
+            raise KeyboardInterrupt
 
 
-async def _on_signals(stop: StopRequest, task_status: trio.TaskStatus[None]) -> None:
+async def _on_signals(stop: StopRequest, can_interrupt: bool, task_status: trio.TaskStatus[None]) -> None:
     with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
         task_status.started()
-        async for _signal in signals:
+        async for number in signals:
             stop.by_signal = True
+            stop.is_interrupted |= can_interrupt and number == signal.SIGINT and not stop.is_in_order
             stop.request()
 
 

@@ -84,8 +84,8 @@ async def _relay(arguments: argparse.Namespace, to: Invite) -> None:
     ):
         await nursery.start(note_running, network, to.peers, to.key)
         leave_out_loaded()
-        _ready(network, arguments, is_private=is_private)
         stop.in_order()
+        _ready(network, arguments, is_private=is_private)
         await stop.requested.wait()
         nursery.cancel_scope.cancel()
 

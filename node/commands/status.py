@@ -107,7 +107,10 @@ async def _watch(to: Invite, every_s: float, as_lines: bool) -> None:
     is_live = console.is_terminal and not as_lines
     live = Live(console=console, auto_refresh=False) if is_live else None
     draw = _drawn_by(console, live)
-    async with stopped_by_signals(), join_swarm(to.peers, LinkPolicy(), swarm_key=to.key, is_near=to.is_near) as found:
+    async with (
+        stopped_by_signals(ends_by_ctrl_c=True),
+        join_swarm(to.peers, LinkPolicy(), swarm_key=to.key, is_near=to.is_near) as found,
+    ):
         before = None
         with live or nullcontext():
             while True:

@@ -101,8 +101,9 @@ async def _move(
             if not await role.change_span(wanted, in_haste=decision.at_once, confirm=confirm):
                 report(f"staying with blocks {role.span}: the swarm does not need this node elsewhere any more")
         except (AdapterError, ConfigError, ModelError, WorkerLost) as error:
-            log.warning("no move span=%s: %s", wanted, error)
-            rebalancer.note_failed(wanted, trio.current_time())
+            if not role.is_leaving:  # else it was told to
+                log.warning("no move span=%s: %s", wanted, error)
+                rebalancer.note_failed(wanted, trio.current_time())
         nursery.cancel_scope.cancel()
 
 

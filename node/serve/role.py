@@ -125,6 +125,11 @@ class Role:
         return self.state.span
 
     @property
+    def is_leaving(self) -> bool:
+        """It leaves the swarm, or has left it."""
+        return isinstance(self.state, Left) or (isinstance(self.state, Draining) and self.state.then is None)
+
+    @property
     def compute(self) -> ComputeSpeed:
         """The speed of the worker with its span: as sessions have seen it lately, else as it was measured."""
         if self.speed is None:
@@ -227,7 +232,7 @@ class Role:
         await self._has_left.wait()
 
     def _check_stays(self) -> None:
-        if isinstance(self.state, Left) or (isinstance(self.state, Draining) and self.state.then is None):
+        if self.is_leaving:
             raise ConfigError("this node is leaving the swarm: start it again to serve other blocks")
 
     async def _until(self, *kinds: type[State]) -> None:

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 import trio
+import trio.testing
 
 from llmnode.core.adapters import AnnouncedAdapter
 from llmnode.core.announcement import PeerState
-from llmnode.core.serving.node_life import TAKES_SESSIONS, Moving
+from llmnode.core.serving.node_life import TAKES_SESSIONS, Moving, Online
 from llmnode.node.serve.rebalance import rebalance
 from llmnode.testing import seeds
 from llmnode.wire.adapter import make_adapter
@@ -211,6 +212,24 @@ async def test_a_node_does_not_leave_if_the_other_server_of_its_blocks_is_gone_b
         await trio.sleep(20)
         assert swarm.nodes[mover].role.span == SPANS[0], "it is the last one there"
         assert lines[-1].startswith("staying with blocks")
+
+
+@pytest.mark.parametrize("load_s", [None, 60.0])
+@pytest.mark.parametrize("seed", seeds(2))
+@simulated
+async def test_a_node_that_is_told_to_leave_while_it_moves_does_not_call_that_a_failed_move(
+    load_s: float | None, seed: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with rebalancing([SPANS[0]] * 2 + SPANS[1:], seed, load_s=load_s) as (swarm, lines), swarm.session():
+        swarm.kill("s2")
+        await lines.until(1)
+        moving = [node for node in swarm.nodes.values() if not isinstance(node.role.state, Online)]
+        for node in moving:
+            await node.role.drain(0.0)
+        await trio.testing.wait_all_tasks_blocked()
+        assert len(moving) == 1
+        assert not [each for each in caplog.messages if each.startswith("no move")]
+        assert len(lines) == 1
 
 
 @pytest.mark.parametrize("load_s", [None, 0.0, 3.0, 30.0])

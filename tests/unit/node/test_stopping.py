@@ -5,13 +5,14 @@ from __future__ import annotations
 import ast
 import re
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import trio
 
 import llmnode
-from llmnode.node.stopping import run_async
+from llmnode.node.stopping import run_async, stopped_by_signals
 
 RUNNERS = {"stopping.py", "simulate.py", "portal.py"}
 """The modules that may name `trio.run`: that of `run_async`, the simulator, and a thread, to which no Ctrl-C comes."""
@@ -32,6 +33,38 @@ def test_ctrl_c_comes_at_a_checkpoint_alone() -> None:
     with pytest.raises(KeyboardInterrupt):
         run_async(act, "goes on")
     assert done == ["goes on before a checkpoint"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+def test_ctrl_c_before_a_program_is_ready_interrupts_it(number: signal.Signals) -> None:
+    """It has not done what it was started for. SIGTERM is an order to end, which it obeys."""
+    closed = trio.Event()
+
+    async def start() -> None:
+        async with stopped_by_signals():
+            signal.raise_signal(number)
+            try:
+                await trio.sleep_forever()
+            finally:
+                closed.set()
+
+    with pytest.raises(KeyboardInterrupt) if number == signal.SIGINT else nullcontext():
+        run_async(start)
+    assert closed.is_set()
+
+
+@pytest.mark.parametrize("is_watching", [False, True], ids=["a server", "a command that shows something until Ctrl-C"])
+def test_ctrl_c_ends_a_program_that_runs_until_then(is_watching: bool) -> None:
+    async def run() -> None:
+        async with stopped_by_signals(ends_by_ctrl_c=is_watching) as stop:
+            if not is_watching:
+                stop.in_order()
+            signal.raise_signal(signal.SIGINT)
+            await stop.requested.wait()
+            signal.raise_signal(signal.SIGINT)
+            await trio.sleep_forever()
+
+    run_async(run)
 
 
 def test_every_command_runs_so() -> None:
