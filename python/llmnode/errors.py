@@ -141,7 +141,8 @@ class PeerTimeout(PeerError):
 
 
 class PeerRefused(PeerError):
-    """The peer said no: busy, no KV free, another model. It is a fault only if the refusal `breaks_promise`.
+    """The peer said no: busy, no KV free, another model. It is a fault only if the refusal `breaks_promise`, and counts
+    for the choice of peers if it `evicts` a session.
 
     `code` is one of `llmnode.wire.messages.RefusalCode`; `retry_after_s` is the peer's own estimate, if it gave one.
     """
@@ -160,6 +161,8 @@ class PeerRefused(PeerError):
         self.retry_after_s = retry_after_s
         self.breaks_promise = False
         """The peer had accepted the session before. It is banned for a while."""
+        self.evicts = False
+        """The peer had accepted the session, and has freed its KV. It may have had to."""
         super().__init__(f"refused ({code}): {message}", peer=peer, span=span)
 
 

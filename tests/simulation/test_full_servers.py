@@ -94,6 +94,47 @@ async def test_a_server_that_ends_links_again_and_again_costs_more_for_longer_ea
             assert finder.records.costs([announced])[peer] == before
 
 
+@simulated
+async def test_a_server_that_evicts_sessions_again_and_again_counts_as_full_for_longer_each_time() -> None:
+    """It may have to. So it is not banned, whatever time it says."""
+    async with pairs_of_servers() as swarm, swarm.client() as (router, _):
+        peer, finder = swarm.nodes["0a"].peer, router.finder
+        for length_s, said_s in (
+            (ROUTES.ban_s, None),
+            (2 * ROUTES.ban_s, 0.001),
+            (10 * ROUTES.ban_s, 10 * ROUTES.ban_s),
+        ):
+            refusal = PeerRefused(RefusalCode.UNKNOWN_SESSION, "for others", retry_after_s=said_s, peer=peer)
+            refusal.evicts = True
+            finder.report(refusal)
+            await trio.sleep(length_s - 0.1)
+            assert finder.records.is_full(peer, trio.current_time())
+            assert peer in [each.peer for each in finder.good()]
+            await trio.sleep(0.2)
+            assert not finder.records.is_full(peer, trio.current_time())
+        assert not finder.banned  # type: ignore[attr-defined]
+
+
+@simulated
+async def test_a_server_that_evicts_a_session_has_to_prove_itself_anew_and_is_not_banned() -> None:
+    async with pairs_of_servers() as swarm, swarm.client() as (router, _):
+        standing = router.finder.records.standing
+        async with router.open_session(64, Codec.RAW) as session:
+            dialogue = Dialogue(session, random.Random(0))
+            for _ in range(20):
+                await dialogue.step(1)
+            first = swarm.node(session.route[0].peer)
+            assert standing.is_proven(first.peer, trio.current_time())
+            (held,) = first.server.sessions.values()
+            held.evict(PeerRefused(RefusalCode.UNKNOWN_SESSION, "for others", retry_after_s=0.5))
+            await dialogue.step(1)
+            (recovery,) = session.recoveries
+            assert recovery.lost == first.peer and first.peer not in recovery.taken_over_by
+            assert not standing.is_proven(first.peer, trio.current_time())
+            assert router.finder.records.is_full(first.peer, trio.current_time())
+        assert not router.finder.banned  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize(
     "make",
     [

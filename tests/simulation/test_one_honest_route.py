@@ -10,7 +10,16 @@ import trio
 from llmnode.core.policy import ClientPolicy, LinkPolicy
 from llmnode.core.span import Span
 from llmnode.testing import Conditions, Dialogue, open_world, peer_named, seeds, simulated
-from llmnode.testing.hostile import HostilePlan, HostileRole, NanServer, Refuser, Silent, SpeedLiar, check_no_wrong_ban
+from llmnode.testing.hostile import (
+    Evictor,
+    HostilePlan,
+    HostileRole,
+    NanServer,
+    Refuser,
+    Silent,
+    SpeedLiar,
+    check_no_wrong_ban,
+)
 from llmnode.wire.frame import FrameType
 from llmnode.wire.messages import RefusalCode
 from llmnode.wire.payload import Codec
@@ -30,6 +39,8 @@ def role(kind: str, peers: int, groups: int) -> HostileRole:
             return Refuser(*every, RefusalCode.BAD_MESSAGE)
         case "refuses sessions":
             return Refuser(*every, RefusalCode.WRONG_MODEL, refuses=FrameType.OPENED)
+        case "evicts sessions":
+            return Evictor(*every, honest_steps=4)
         case "computes no numbers":
             return NanServer(*every)
         case "is slow":
@@ -41,6 +52,7 @@ def role(kind: str, peers: int, groups: int) -> HostileRole:
 KINDS = [
     "refuses steps",
     "refuses sessions",
+    "evicts sessions",
     "computes no numbers",
     "is slow",
     "withholds RESULT",
@@ -71,6 +83,27 @@ async def test_a_new_client_is_served_soon_beside_servers_that(kind: str, peers:
                     await dialogue.step(9)
                     for _ in range(STEPS):
                         await dialogue.step(1)
+            check_no_wrong_ban(client.router.finder, [peer_named(name) for name in HONEST])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("honest_steps", [1, 4, 20])
+@pytest.mark.parametrize("seed", seeds(1))
+@simulated
+async def test_each_of_sixteen_servers_that_evict_sessions_has_few_a_second_time(seed: int, honest_steps: int) -> None:
+    """An eviction is no fault, but counts. When it did not, two sessions were evicted 27 times each."""
+    plan = HostilePlan((Evictor(16, 16, ALL_BLOCKS, 1, honest_steps),))
+    async with open_world(seed, conditions=Conditions(delay_s=0.02), link_policy=LinkPolicy()) as world:
+        for name, span in HONEST.items():
+            await world.start(name, span)
+        async with plan.upon(world), world.client() as client:
+            evictions = list[int]()
+            for _ in range(4):
+                async with client.router.open_session(64, Codec.RAW) as session:
+                    dialogue = Dialogue(session, random.Random(seed))
+                    for positions in (9, *[1] * STEPS):
+                        await dialogue.step(positions)
+                    evictions.append(len(session.recoveries))
+            assert 1 <= sum(evictions) <= 20
             check_no_wrong_ban(client.router.finder, [peer_named(name) for name in HONEST])  # type: ignore[arg-type]
 
 

@@ -23,16 +23,15 @@ from llmnode.core.peers.whereabouts import groups_of
 from llmnode.core.route import Hop, Route, cost_s, find_detour, find_route
 from llmnode.core.span import Span
 from llmnode.core.view import online
-from llmnode.errors import NoRoute, PeerError, PeerFull, PeerRefused, PeerUnreachable
+from llmnode.errors import NoRoute, PeerError
 from llmnode.session.asking import Asking
 from llmnode.session.better_routes import BetterRoutes
+from llmnode.session.failure_reports import FailureReports
 from llmnode.session.newcomers import Newcomers
 from llmnode.session.peer_records import PeerRecords
 from llmnode.session.reaching import Reaching
 from llmnode.session.standbys import Standbys
 from llmnode.session.trials import Trials
-from llmnode.wire.messages import RefusalCode
-from llmnode.wire.receipt import Convicted
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -54,8 +53,6 @@ log = logging.getLogger(__name__)
 
 NAMED = 4
 """The most precisions that a message names."""
-REFUSED_OFFERS = {RefusalCode.WRONG_MODEL, RefusalCode.SPAN_NOT_HELD, RefusalCode.BAD_MESSAGE, RefusalCode.CONFLICT}
-"""Refusals of what a peer announces. It may have moved to other blocks, so it is not banned for one."""
 MOST_INTRODUCED = 64
 """A client remembers this many next hops that it has told a server about."""
 MOST_TWINS = 4
@@ -86,6 +83,7 @@ class PeerFinder:
         self.reaching = Reaching(pool, policy.route, swarm.met_in)
         self._trials = Trials(model, policy, self.reaching, self.note_served, self.report)
         self.records = PeerRecords(model, policy, pool, swarm, self.reaching, self._trials)
+        self.reports = FailureReports(model, policy, self.records, self._trials, self.group_of, self.try_others)
         self._newcomers = Newcomers(model.blocks, policy, self.records.standing, self._trials, self.rng)
         proofs = self._trials, self._newcomers
         self.better_routes = BetterRoutes(pool, self.records, self.reaching, proofs, self._candidates, self.rng)
@@ -108,39 +106,8 @@ class PeerFinder:
             log.warning(text, self.model.precision.name, ", ".join(self.others[:NAMED]))
 
     def report(self, error: PeerError) -> None:
-        """A peer failed: others are preferred to it for a while. A refusal for full KV only lasts as it says.
-
-        One that has no place for us now is busy, and costs more for a while. It has failed if it says so too late.
-        """
-        if error.peer is None:
-            return
-        now_s = trio.current_time()
-        is_new = not self.records.bans.is_banned(error.peer, now_s)  # one event may fail several sessions
-        if isinstance(error, PeerFull):
-            self.records.note_crowded(error.peer, now_s)
-        elif isinstance(error, PeerRefused) and error.retry_after_s is not None:
-            self.records.note_full(error.peer, error.retry_after_s, now_s)
-        if self._is_excused(error):
-            if isinstance(error, PeerRefused) and error.code in REFUSED_OFFERS:
-                self._note_unkept(error.peer)
-            elif error.waited_s > self.policy.route.refused_within_s:
-                self.try_others()
-            return
-        if isinstance(error, Convicted):
-            self.records.suspicion.convict(error.peer, now_s)
-        self.records.bans.report(error.peer, now_s, error.waited_s)
-        self._trials.note_failed(error.peer)
-        if is_new and isinstance(error, PeerFull):  # where it is is not known without its link
-            self.records.standing.note_failed(error.peer, now_s)
-            self.try_others()
-        elif is_new and not isinstance(error, PeerUnreachable):  # that may be our own network's fault
-            self.records.standing.note_failed(error.peer, now_s)
-            self._note_unkept(error.peer)
-
-    def _note_unkept(self, peer: PeerId) -> None:
-        """The peer does not do what it announces. `Reaching` counts those that were not reached."""
-        if (group := self.group_of(peer)) is not None:
-            self.try_others(group)
+        """A peer failed: see `FailureReports.report`."""
+        self.reports.report(error)
 
     async def note_slow(self, span: Span, slow: Collection[PeerId] = ()) -> None:
         """Peers are much slower than they say, perhaps busy. Others are tried, until some have computed `span`."""
@@ -190,24 +157,6 @@ class PeerFinder:
             if instead_s() is None:
                 await self.note_slow(hop.span, {hop.peer, *silent})
         return instead_s() is not None
-
-    def _is_excused(self, error: PeerError) -> bool:
-        """Whether the peer is only busy, or has promised nothing, and did not keep us waiting before it said so.
-
-        A session that goes for others may have waited for any time: they were computed before.
-        """
-        if isinstance(error, PeerRefused):
-            if self._breaks_promise(error):
-                return False
-            if error.code == RefusalCode.UNKNOWN_SESSION:
-                return True
-        elif not isinstance(error, PeerFull):
-            return False
-        return error.waited_s <= self.policy.route.refused_within_s
-
-    def _breaks_promise(self, refusal: PeerRefused) -> bool:
-        """Whether the peer had accepted the session, or says that it does not hold the adapter that it announces."""
-        return refusal.breaks_promise or (refusal.code == RefusalCode.UNKNOWN_ADAPTER and bool(self.model.adapter))
 
     def note_served(self, result: ChunkResult) -> None:
         """The hops of a session have computed a chunk, and all that we can check was right."""

@@ -80,10 +80,12 @@ class PeerRecords:
         still = {each: until_s for each, until_s in self._full_until_s.items() if until_s > now_s}
         self._full_until_s = {**still, peer: now_s + retry_after_s}
 
-    def note_crowded(self, peer: PeerId, now_s: float) -> None:
-        """The peer has ended our link for others. It counts as full, for longer each time: we have its word alone."""
+    def note_crowded(self, peer: PeerId, now_s: float, retry_after_s: float = 0.0) -> None:
+        """The peer has ended our link or a session for others. It counts as full for the time that it says at least,
+        and for longer each time: we have its word alone.
+        """
         self._crowded.report(peer, now_s)
-        self.note_full(peer, self._crowded.left_s(peer, now_s), now_s)
+        self.note_full(peer, max(retry_after_s, self._crowded.left_s(peer, now_s)), now_s)
 
     def is_full(self, peer: PeerId, now_s: float) -> bool:
         """Whether it has said so, for a time that is not over."""

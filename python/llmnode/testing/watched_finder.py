@@ -32,7 +32,7 @@ class WatchedFinder(PeerFinder):
 
     def report(self, error: PeerError) -> None:
         super().report(error)
-        if error.peer is not None and not self._is_excused(error):
+        if error.peer is not None and not self.reports.is_excused(error):
             self.failures.append((trio.current_time(), error.peer, error.waited_s))
             self.banned.append((trio.current_time(), error))
 

@@ -226,9 +226,9 @@ class HopState:
         `position` or more.
         """
         stands = unpack(Resumed, answer.meta)
-        self.is_open = True
         if stands.epoch != epoch or stands.position < position:
             raise PeerRefused(RefusalCode.UNKNOWN_SESSION, f"has gone back, to {stands.position} or before")
+        self.is_open = True
 
     def moved(self, answer: Frame, epoch: Epoch, position: int) -> None:
         """The session goes on over another connection. Raises RemoteProtocolError if it is not as it was."""
@@ -262,8 +262,9 @@ class HopState:
 
     def blame(self, error: PeerError) -> PeerError:
         """The error is this hop's failure. Returns it."""
-        if isinstance(error, PeerRefused):  # a peer may have forgotten a session that was idle for long
-            error.breaks_promise = self.is_open and error.code != RefusalCode.UNKNOWN_SESSION
+        if isinstance(error, PeerRefused) and self.is_open:  # it may have had to free the KV for others
+            error.evicts = error.code == RefusalCode.UNKNOWN_SESSION
+            error.breaks_promise = not error.evicts
         blamed = error.blame(self.hop.peer, self.hop.span)
         self.failure = self.failure or blamed
         return blamed

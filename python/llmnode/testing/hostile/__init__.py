@@ -13,6 +13,7 @@ from llmnode.testing.hostile.next_hops import HoleNamer, RightsAsker
 from llmnode.testing.hostile.plan import ALL_ROLES, CLIENTS, SERVERS, HostilePlan
 from llmnode.testing.hostile.role import HostileRole
 from llmnode.testing.hostile.servers import (
+    Evictor,
     Framer,
     GarbagePusher,
     HostileServers,
@@ -31,6 +32,7 @@ __all__ = [
     "OPENS_WITHIN_S",
     "SERVERS",
     "DialBait",
+    "Evictor",
     "Flooder",
     "Framer",
     "GarbagePusher",

@@ -12,6 +12,7 @@ import trio
 
 from llmnode.testing.hostile.clients import DialBait, Flooder, KvHog, QueueStuffer, SlowReader, ViewStuffer
 from llmnode.testing.hostile.servers import (
+    Evictor,
     Framer,
     GarbagePusher,
     NanServer,
@@ -33,6 +34,7 @@ SERVERS: tuple[type[HostileRole], ...] = (
     SpeedLiar,
     Silent,
     Refuser,
+    Evictor,
     GarbagePusher,
     Framer,
     NanServer,

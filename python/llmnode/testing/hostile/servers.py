@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import struct
+from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, ClassVar
@@ -24,7 +25,7 @@ from llmnode.wire.refusal import refusal_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from llmnode.core.ids import PeerId
+    from llmnode.core.ids import PeerId, SessionId
     from llmnode.core.operations import Operation
     from llmnode.testing.link import Tamper
     from llmnode.testing.world import ServingNode, World
@@ -114,6 +115,32 @@ class Refuser(HostileServers):
             return [refusal_of(frame, self.code, "because", self.retry_after_s)]
 
         node.network.tamper = refuse
+
+
+@dataclass(frozen=True, slots=True)
+class Evictor(HostileServers):
+    """It serves `honest_steps` of each session, and then frees its KV, as a server does for others."""
+
+    honest_steps: int = 1
+    retry_after_s: float = 0.0
+
+    @classmethod
+    def draw(cls, rng: random.Random) -> Evictor:
+        steps, retry_after_s = rng.choice((0, 1, 4, 20)), rng.choice((0.0, 0.001, 1.0, 1e6))
+        return cls(*cls.draw_peers(rng), rng.choice(SPANS), rng.choice(LIES_US), steps, retry_after_s)
+
+    def corrupt(self, node: ServingNode) -> None:
+        served: Counter[SessionId] = Counter()
+
+        def evict(_peer: PeerId, frame: Frame) -> Iterable[Frame]:
+            if frame.type is not FrameType.RESULT:
+                return [frame]
+            served[frame.session] += 1
+            if served[frame.session] <= self.honest_steps:
+                return [frame]
+            return [refusal_of(frame, RefusalCode.UNKNOWN_SESSION, "for others", self.retry_after_s)]
+
+        node.network.tamper = evict
 
 
 @dataclass(frozen=True, slots=True)
