@@ -172,18 +172,32 @@ def environment(threads: int) -> dict[str, object]:
     }
 
 
+def tables(rows: Iterable[Row]) -> list[list[Row]]:
+    """The rows in their order. A new table begins with a row that has no column but the first in common with the one
+    before.
+    """
+    found = list[list[Row]]()
+    for row in rows:
+        before = found[-1][-1] if found else {}
+        if before.keys() & list(row)[1:]:
+            found[-1].append(row)
+        else:
+            found.append([row])
+    return found
+
+
 def print_report(name: str, threads: int, report: Report, *, as_json: bool) -> None:
     """Print the table and the aims on stderr or stdout. `as_json` puts all of it as an object on stdout's last line."""
     console = Console(stderr=as_json, soft_wrap=not as_json)
     if not console.is_terminal:
         console.width = FILE_COLUMNS
-    columns = list(dict.fromkeys(column for row in report.rows for column in row))
-    table = Table(title=f"bench {name}: {report.legend}", title_justify="left")
-    for column in columns:
-        table.add_column(column)
-    for row in report.rows:
-        table.add_row(*(_text(row.get(column, "")) for column in columns))
-    console.print(table)
+    console.print(f"bench {name}: {report.legend}", style="italic", markup=False)
+    for rows in tables(report.rows):
+        columns = list(dict.fromkeys(column for row in rows for column in row))
+        table = Table(*columns)
+        for row in rows:
+            table.add_row(*(_text(row.get(column, "")) for column in columns))
+        console.print(table)
     aims = list(report.aims)
     for aim in aims:
         verdict = "[green]holds[/]" if aim.holds else "[red]missed[/]"

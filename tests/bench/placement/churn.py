@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from bench.placement.swarms import Fleet, allowed_gap_s
+from bench.placement.swarms import Fleet, allowed_gap_s, mean_between
 from llmnode.core.placement.policy import RebalancePolicy
 from llmnode.core.placement.servers import PlacedServer, most_throughput
 from llmnode.core.policy import SwarmPolicy
@@ -49,11 +49,8 @@ def churn_row(number: int, minutes: float, blocks: int) -> Row:
 
 def tokens_per_s(figures: SwarmFigures, from_s: float) -> float:
     """The throughput from then on, net of all moves."""
-    begins = [(0.0, 0.0), *figures.throughputs]
-    ends = [*(time_s for time_s, _ in figures.throughputs), figures.seconds]
-    steps = zip(begins, ends, strict=True)
-    tokens = sum(speed * max(0.0, to_s - max(begin_s, from_s)) for (begin_s, speed), to_s in steps)
-    return (tokens - figures.replayed_tokens) / (figures.seconds - from_s)
+    replayed = figures.replayed_tokens / (figures.seconds - from_s)
+    return mean_between(figures.throughputs, from_s, figures.seconds) - replayed
 
 
 def _bound_tokens_per_s(fleet: Fleet, from_s: float) -> float:

@@ -27,9 +27,10 @@ from bench.placement.swarms import (
     THIN,
     VARIANTS,
     allowed_gap_s,
-    bound_tokens_per_s,
+    bounds_tokens_per_s,
     figure_4,
     fleet_of,
+    mean_between,
     scale_row,
 )
 from llmnode.core.ids import PeerId
@@ -43,7 +44,7 @@ from llmnode.testing.placement import Host, Uptime
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping, Sequence
 
     from bench.kit.options import Options
     from bench.kit.report import Aim
@@ -129,14 +130,15 @@ def _churn(options: Options) -> Report:
 
 
 def _figure_4(options: Options, fleet: Fleet) -> tuple[list[Row], list[Aim]]:
-    allowed_s, bound = allowed_gap_s(fleet, RebalancePolicy()), bound_tokens_per_s(fleet)
+    allowed_s, bounds = allowed_gap_s(fleet, RebalancePolicy()), bounds_tokens_per_s(fleet)
+    bound = mean_between(bounds, 0.0, fleet.seconds)
     rows: list[Row] = [{"variant": "bound on all placements", "net tokens/s": bound, "of the bound": 1.0}]
     outcomes: dict[str, SwarmFigures] = {}
     for name, outcome in figure_4(fleet, THIN if options.thin else tuple(VARIANTS)):
         outcomes[name] = outcome
         rows.append(_row(name, outcome, bound, allowed_s))
     if options.plot is not None:
-        _draw(options, fleet, outcomes)
+        _draw(options, fleet, {"bound": bounds} | {name: each.throughputs for name, each in outcomes.items()})
     plan = outcomes["the plan"]
     aims = [at_least("the plan, of the bound", plan.net_tokens_per_s / bound, 0.95)]
     if PAPER in outcomes:
@@ -169,7 +171,8 @@ def _lied_to(options: Options) -> tuple[list[Row], list[Aim]]:
     for seed in range(1 if options.thin else LIED_TO_SEEDS):
         fleet = fleet_of(options, seed)
         fleet = replace(fleet, seconds=min(fleet.seconds, LIED_TO_S))
-        bound, allowed_s = bound_tokens_per_s(fleet), allowed_gap_s(fleet, RebalancePolicy())
+        bound = mean_between(bounds_tokens_per_s(fleet), 0.0, fleet.seconds)
+        allowed_s = allowed_gap_s(fleet, RebalancePolicy())
         for name, more in (("no liars", []), (LIED_TO, liars(fleet))):
             for _, outcome in figure_4(replace(fleet, hosts=[*fleet.hosts, *more]), ["the plan"]):
                 row = _row(f"the plan, first {fleet.seconds / 3600:.3g} h, {name}", outcome, bound, allowed_s)
@@ -274,21 +277,19 @@ def _large_swarms(options: Options) -> tuple[list[Row], list[Aim]]:
     return rows, [below("one decision among 2000 servers, ms", float(str(row["plan, ms"])), 50.0)]
 
 
-def _draw(options: Options, fleet: Fleet, outcomes: dict[str, SwarmFigures]) -> None:
+def _draw(options: Options, fleet: Fleet, throughputs: Mapping[str, Sequence[tuple[float, float]]]) -> None:
     from bench.kit.drawing import axes_in
 
     assert options.plot is not None
     with axes_in(options.plot, fleet.name, "hours", "tokens/s") as axes:
-        for name, outcome in outcomes.items():
-            axes.plot(*zip(*_curve(outcome), strict=True), label=name, linewidth=1.0)
+        for name, steps in throughputs.items():
+            dashes = "--" if name == "bound" else "-"
+            axes.plot(*zip(*_curve(steps, fleet.seconds), strict=True), dashes, label=name, linewidth=1.0)
         axes.legend()
 
 
-def _curve(outcome: SwarmFigures) -> Iterator[tuple[float, float]]:
+def _curve(steps: Sequence[tuple[float, float]], seconds: float) -> Iterator[tuple[float, float]]:
     """Hours, and the mean of the tokens/s over the `CURVE_S` around each."""
-    begins, ends = [(0.0, 0.0), *outcome.throughputs], [*(time_s for time_s, _ in outcome.throughputs), outcome.seconds]
-    steps = [(from_s, to_s, speed) for (from_s, speed), to_s in zip(begins, ends, strict=True)]
-    for number in range(math.ceil(outcome.seconds / CURVE_S)):
-        from_s, to_s = CURVE_S * number, min(outcome.seconds, CURVE_S * (number + 1))
-        tokens = sum(speed * max(0.0, min(to_s, end) - max(from_s, start)) for start, end, speed in steps)
-        yield (from_s + to_s) / 7200, tokens / (to_s - from_s)
+    for number in range(math.ceil(seconds / CURVE_S)):
+        from_s, to_s = CURVE_S * number, min(seconds, CURVE_S * (number + 1))
+        yield (from_s + to_s) / 7200, mean_between(steps, from_s, to_s)

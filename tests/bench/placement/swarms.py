@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 import time
@@ -106,8 +107,10 @@ def figure_4(fleet: Fleet, variants: Sequence[str]) -> Iterator[tuple[str, Swarm
         yield name, simulate_placement(fleet.hosts, rule, fleet.seconds, SEED, fleet.conditions, policy)
 
 
-def bound_tokens_per_s(fleet: Fleet) -> float:
-    """The mean of the bound on all placements of the servers that are on, which need no time to load."""
+def bounds_tokens_per_s(fleet: Fleet) -> list[tuple[float, float]]:
+    """The bound on all placements of the servers that are on, which need no time to load, from each second on at which
+    it changes.
+    """
     hosts, seconds = fleet.hosts, fleet.seconds
     changes = sorted(
         [(uptime.from_s, True, host) for host in hosts for uptime in host.uptimes]
@@ -115,17 +118,21 @@ def bound_tokens_per_s(fleet: Fleet) -> float:
         key=lambda change: (change[0], change[1], change[2].peer),
     )
     on: dict[PeerId, PlacedServer] = {}
-    tokens = before_s = bound = 0.0
+    bounds = list[tuple[float, float]]()
     for time_s, comes, host in changes:
-        now_s = min(time_s, seconds)
-        tokens += bound * (now_s - before_s)
-        before_s = now_s
         if comes:
             on[host.peer] = PlacedServer(host.peer, Span(0, 1), host.speeds)
         else:
             on.pop(host.peer, None)
-        bound = most_throughput(fleet.blocks, on.values()) if on else 0.0
-    return (tokens + bound * (seconds - before_s)) / seconds
+        bounds.append((min(time_s, seconds), most_throughput(fleet.blocks, on.values()) if on else 0.0))
+    return bounds
+
+
+def mean_between(steps: Sequence[tuple[float, float]], from_s: float, to_s: float) -> float:
+    """The mean of a value which is 0 at first, and changes at these seconds to these values."""
+    begins, ends = [(0.0, 0.0), *steps], [*(time_s for time_s, _ in steps), math.inf]
+    parts = ((value, min(to_s, end) - max(from_s, begin)) for (begin, value), end in zip(begins, ends, strict=True))
+    return sum(value * part_s for value, part_s in parts if part_s > 0) / (to_s - from_s)
 
 
 def allowed_gap_s(fleet: Fleet, policy: RebalancePolicy) -> float:

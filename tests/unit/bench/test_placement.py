@@ -12,6 +12,7 @@ from bench.placement.layouts import Cluster, Model, read_cluster, read_published
 from bench.placement.placement import CASES, settled
 from bench.placement.precisions import BLOCKS as PRECISION_BLOCKS
 from bench.placement.precisions import precision_rows
+from bench.placement.swarms import mean_between
 from llmnode.core.ids import PeerId
 from llmnode.core.placement.joining import choose_span
 from llmnode.core.placement.policy import LayoutPolicy, PlanPolicy
@@ -25,6 +26,13 @@ from llmnode.core.placement.servers import (
 )
 from llmnode.core.placement.stages import best_of, layouts
 from llmnode.core.span import Span
+
+
+def test_a_mean_counts_each_value_for_the_time_that_it_lasts() -> None:
+    steps = [(10.0, 4.0), (20.0, 8.0)]
+    assert mean_between(steps, 0.0, 40.0) == (10 * 4 + 20 * 8) / 40
+    assert mean_between(steps, 15.0, 25.0) == 6.0
+    assert mean_between(steps, 5.0, 10.0) == 0.0 and mean_between(steps, 30.0, 40.0) == 8.0
 
 
 def joined(seed: int, blocks: int = 8, servers: int = 6, most: int = 4) -> list[PlacedServer]:
