@@ -36,6 +36,9 @@ MOST_ASKED = 1024
 """The sessions for which one link may have asked. The oldest ones are forgotten."""
 ASKED_BYTES = 320
 """A session that was asked for takes this much memory."""
+TRIED_IN_VAIN = 64
+"""When memory is given back, it is tried for this number of sessions for which there is too little, of all links. Each
+takes 9 µs, and strangers may have thousands."""
 
 
 class PushDesk:
@@ -44,6 +47,8 @@ class PushDesk:
     def __init__(self, budget: Budget, policy: ServePolicy) -> None:
         self.budget = budget
         self.policy = policy
+        self.links_short = 0
+        """The links with sessions for which there is not enough memory."""
         self._links: dict[PeerId, list[LinkGrants]] = {}
         self._late_bytes: Counter[PeerId] = Counter()
 
@@ -148,11 +153,18 @@ class LinkGrants:
             await self.link.send(self._untold.pop(next(iter(self._untold))))
 
     async def _extend_short(self) -> None:
-        while self._short:
-            await freed(self.link.scope)
-            short, self._short = self._short, {}
-            for inlet in short:
-                inlet.extend()
+        """Those for which there is too little memory come again after the others."""
+        self.desk.links_short += 1
+        try:
+            while self._short:
+                await freed(self.link.scope)
+                untried, in_vain = len(self._short), TRIED_IN_VAIN // self.desk.links_short
+                while self._short and untried > 0 and in_vain >= 0:
+                    del self._short[inlet := next(iter(self._short))]
+                    inlet.extend()
+                    untried, in_vain = untried - 1, in_vain - (inlet in self._short)
+        finally:
+            self.desk.links_short -= 1
 
 
 class PushInlet:

@@ -14,8 +14,9 @@ from llmnode.core.ids import Epoch, SessionId, Step
 from llmnode.core.policy import ServePolicy
 from llmnode.node.serve.freed_memory import LEAST_S
 from llmnode.node.serve.links import log_bug
-from llmnode.node.serve.push_inlet import ASKED_BYTES, MOST_ASKED, LinkGrants, PushDesk, PushInlet
+from llmnode.node.serve.push_inlet import ASKED_BYTES, MOST_ASKED, TRIED_IN_VAIN, LinkGrants, PushDesk, PushInlet
 from llmnode.testing import Conditions, open_internet, simulated
+from llmnode.testing.hostile.clients import read_all
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.messages import unpack
 from llmnode.wire.push_messages import PUSHED_BYTES, PushLimit
@@ -146,6 +147,33 @@ async def test_memory_that_is_given_back_all_the_time_is_not_looked_at_all_the_t
             other.release(Resource.LOGS, 0)
             await trio.sleep(0.001)
         assert 2 <= len(looks) <= 1 / LEAST_S + 1
+
+
+@simulated
+async def test_thousands_of_sessions_that_are_short_of_memory_are_tried_in_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """To try all of them, 20 times a second, took a server's whole event loop."""
+    looks = looks_counted(monkeypatch)
+    async with a_desk() as desk, trio.open_nursery() as nursery:
+        nursery.start_soon(read_all, desk.sender)
+        other = desk.process.open(Kind.SESSION, "another")
+        whole = desk.process.limit(Resource.PUSHES) or 0
+        assert other.take(Resource.PUSHES, whole)
+        inlets = [desk.open(number, 4096, max_length=1) for number in range(2000)]
+        await trio.sleep(1)
+        looks.clear()
+        for _ in range(10):
+            other.release(Resource.PUSHES, 1)
+            await trio.sleep(2 * LEAST_S)
+        assert len(looks) <= 10 * (TRIED_IN_VAIN + 1)
+        for _ in range(2000 // TRIED_IN_VAIN):
+            other.release(Resource.PUSHES, 1)
+            await trio.sleep(2 * LEAST_S)
+        other.release(Resource.PUSHES, other.held[Resource.PUSHES])
+        await trio.sleep(2 * LEAST_S)
+        assert not any(inlet._grant.is_short for inlet in inlets), "none is forgotten, and plenty is given at once"
+        nursery.cancel_scope.cancel()
 
 
 @simulated
