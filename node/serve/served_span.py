@@ -10,6 +10,7 @@ from llmnode.core.ids import AdapterId
 if TYPE_CHECKING:
     from llmnode.core.model import ModelInfo
     from llmnode.core.policy import ServePolicy
+    from llmnode.core.serving.leased_kv import LeasedKv
     from llmnode.core.span import Span
     from llmnode.node.serve.adapter_store import AdapterInUse, AdapterStore
     from llmnode.node.serve.admission import Admission
@@ -54,6 +55,8 @@ class ServedSpan:
     tally: ServeStats
     work_turns: WorkTurns
     conduct: Conduct
+    leased: LeasedKv
+    """The sessions of the server that wait for their clients."""
     passes: int = 0
     """The passes that are under way."""
 

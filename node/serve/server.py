@@ -18,6 +18,7 @@ from llmnode.core.budget import Resource
 from llmnode.core.identity import how_other
 from llmnode.core.peers.asked_loads import LoadNow
 from llmnode.core.serving.comers import Comers
+from llmnode.core.serving.leased_kv import LeasedKv
 from llmnode.core.span import Span
 from llmnode.core.view import online_or_draining
 from llmnode.errors import AdapterError, PeerRefused
@@ -39,7 +40,7 @@ from llmnode.wire.profile import profile_fields
 from llmnode.wire.server_figures import figures_extension
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from llmnode.core.adapters import AnnouncedAdapter
     from llmnode.core.ids import PeerId, SessionId
@@ -88,6 +89,7 @@ class Server:
     figures: Callable[[], ServerFigures | None] = lambda: None
     """The prediction for this server, beside what it does. A peer that asks for its description is told."""
     work_turns: WorkTurns = field(default_factory=WorkTurns)
+    leased: LeasedKv = field(default_factory=LeasedKv)
     comers: Comers = field(default_factory=Comers)
     """The clients that are about to open sessions, and those that have just done so."""
     next_hops: NextHops = field(init=False)
@@ -159,7 +161,7 @@ class Server:
         if (adapters := self.prepared) is None:
             adapters = AdapterStore(worker, self.model, self.policy, self.network.budget)
         self.prepared = None
-        shared = self.network, self.next_hops, self.desk, self.tally, self.work_turns, self.conduct
+        shared = self.network, self.next_hops, self.desk, self.tally, self.work_turns, self.conduct, self.leased
         self.served = ServedSpan(worker, admission, adapters, self.model, self.policy, *shared)
         self.span, self.is_draining = worker.span, False
         self._limit_logs()
@@ -223,22 +225,9 @@ class Server:
             return None
         return known.addresses
 
-    def leave_link(self, sessions: Collection[ServerSession]) -> None:
-        """Their client is gone. A leased one may wait for it, if all that do, or those of this client, do not hold too
-        much KV. One look at all sessions is enough for those of a link: strangers may have thousands, and end together.
-        """
-        of_all = of_client = 0
-        if any(each.lease_s for each in sessions):
-            waiting = [each for each in self.sessions.values() if each.link is None and each.lease_s]
-            client = next(iter(sessions)).client
-            of_all, of_client = _positions(waiting), _positions(each for each in waiting if each.client == client)
+    def leave_link(self, sessions: Iterable[ServerSession]) -> None:
+        """Their client is gone. A leased one may wait for it."""
         for session in sessions:
-            if session.lease_s:
-                may_hold = self.policy.leased_share * session.served.worker.kv_tokens
-                of_all, of_client = (each + _positions([session]) for each in (of_all, of_client))
-                if of_all > may_hold or of_client > self.policy.leased_client_share * may_hold:
-                    session.lease_s = 0.0
-                    of_all, of_client = (each - _positions([session]) for each in (of_all, of_client))
             with suppress(PeerRefused):  # then it ends
                 session.leave_link()
         self.note_end()
@@ -332,8 +321,3 @@ class Server:
             0 if served is None else served.admission.free,
         )
         return replace(described, extensions={**(described.extensions or {}), **load_extension(load_now)})
-
-
-def _positions(sessions: Iterable[ServerSession]) -> int:
-    """The positions that they have KV for."""
-    return sum(each.served.admission.held(each.stage.session) for each in sessions)

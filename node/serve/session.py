@@ -22,6 +22,7 @@ from llmnode.core.links.push_grants import ReplayBudget
 from llmnode.core.model import FP32_BYTES
 from llmnode.core.operations import Fork, Forward, Open, Truncate
 from llmnode.core.serving.kv_shares import KvClaim
+from llmnode.core.serving.leased_kv import Leased
 from llmnode.errors import ConfigError, PeerError, PeerRefused, RemoteProtocolError, WorkerLost
 from llmnode.node.serve import long_work
 from llmnode.node.serve.long_work import IN_THREAD_BYTES, in_thread
@@ -134,6 +135,7 @@ class ServerSession:
     def end(self) -> None:
         """Called when `run` is over: nothing of it is left for anybody."""
         self.link, self.has_kv = None, False
+        self.served.leased.remove(self.stage.session)
         self.inbox.end()
         self._receiver.close()
 
@@ -150,6 +152,17 @@ class ServerSession:
             return
         self._scope.deadline = trio.current_time() + self.lease_s
         self._count_within(self.served.network.budget.of_peer(link.scope))
+        self._note_kv()
+
+    def _note_kv(self) -> None:
+        """Its KV may have grown. If sessions that wait for their clients hold too much, some of these end."""
+        if self.link is not None or not self.lease_s:
+            return
+        name = self.stage.session
+        lease = Leased(name, self.group, self.client, self.served.admission.held(name))
+        most = int(self.served.policy.leased_share * self._worker.kv_tokens)
+        for each in self.served.leased.put(lease, most):
+            self._beside[each]._scope.cancel()
 
     async def move(self, link: Link, frame: Frame) -> None:
         """Answer over another link of the same client from now on; `frame` is its RESUME. Raises as `put`.
@@ -160,6 +173,7 @@ class ServerSession:
             raise PeerRefused(RefusalCode.UNKNOWN_SESSION, "this session's lease is over")
         self._count_within(link.scope)
         self.link, self.lease_s = link, 0.0
+        self.served.leased.remove(self.stage.session)
         self._scope.deadline = math.inf
         await self.inbox.put(frame)
 
@@ -192,6 +206,7 @@ class ServerSession:
         except PeerRefused as refusal:
             return await self._send(refusal_for(self._doing, refusal))
         self.has_kv = True
+        self._note_kv()
         await self._send(self._doing)
         while True:
             try:
@@ -205,6 +220,7 @@ class ServerSession:
                 if isinstance(error, RemoteProtocolError):
                     await self._note_malformed(frame)
             self.inbox.done(frame, self._logged_bytes)
+            self._note_kv()
 
     async def _handle(self, frame: Frame) -> None:
         """Raises RemoteProtocolError or PeerRefused for a frame that has changed nothing."""

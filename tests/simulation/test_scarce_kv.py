@@ -23,10 +23,21 @@ from llmnode.errors import NoRoute, PeerError, PeerRefused
 from llmnode.node.serve.admission import Admission
 from llmnode.node.serve.server import Server
 from llmnode.session.session import open_session
-from llmnode.testing import Conditions, Dialogue, ExactWorker, check_kv_is_free, open_world, simulate, simulated
+from llmnode.testing import (
+    Conditions,
+    Dialogue,
+    ExactWorker,
+    check_kv_is_free,
+    open_world,
+    peer_named,
+    simulate,
+    simulated,
+)
+from llmnode.testing.hostile.clients import open_frame
 from llmnode.testing.simulate import seeds
 from llmnode.testing.world import GENEROUS
-from llmnode.wire.messages import RefusalCode
+from llmnode.wire.frame import Frame, FrameType
+from llmnode.wire.messages import Lease, RefusalCode, pack
 from llmnode.wire.payload import Codec
 from llmnode.wire.session_terms import SessionTerms
 from simulation.scarce import FIFTH, IMPATIENT, PATIENT, fill, world
@@ -431,14 +442,37 @@ async def test_what_somebody_waits_for_is_computed_before_what_came_earlier_and_
 
 
 @simulated
-async def test_one_client_gets_half_of_what_may_be_leased(tmp_path: Path) -> None:
+async def test_clients_share_what_may_be_leased(tmp_path: Path) -> None:
     policy = ServePolicy(leased_share=2 * FIFTH / KV_TOKENS)
     async with open_world(conditions=Conditions(delay_s=DELAY_S), serve_policy=policy) as swarm:
         node = await swarm.start("0", ALL_BLOCKS)
-        for client, leased in (("greedy", 1), ("other", 2), ("late", 2)):
+        for client in ("greedy", "other", "late"):
             async with swarm.client(name=client) as (router, _), AsyncExitStack() as stack:
                 for number in range(2):
                     session = await stack.enter_async_context(router.open_session(FIFTH, Codec.RAW))
                     await session.export(tmp_path / f"{client} {number}")
             await trio.sleep(1)
-            assert len(node.server.sessions) == leased
+            assert len(node.server.sessions) == 2
+        assert sorted(each.client for each in node.server.sessions.values()) == sorted(
+            [peer_named("greedy"), peer_named("other")]
+        )
+
+
+@simulated
+async def test_many_identities_of_one_address_group_leave_leases_to_others(tmp_path: Path) -> None:
+    policy = ServePolicy(leased_share=4 * FIFTH / KV_TOKENS)
+    async with open_world(conditions=Conditions(delay_s=DELAY_S), serve_policy=policy) as swarm:
+        node = await swarm.start("0", ALL_BLOCKS)
+        for number in range(4):
+            sybil = swarm.internet.network(f"sybil {number}", "10.6.6.6")
+            link = await sybil.dial(node.network.addresses[0])
+            name = SessionId(bytes([1 + number]) * 16)
+            await link.send(open_frame(swarm, node, name, FIFTH))
+            await link.send(Frame(FrameType.LEASE, name, meta=pack(Lease(lease_ms=60_000, leaves=True))))
+        await trio.sleep(1)
+        assert len(node.server.sessions) == 4
+        async with swarm.client(name="honest") as (router, _), router.open_session(FIFTH, Codec.RAW) as session:
+            await session.export(tmp_path / "honest")
+        await trio.sleep(1)
+        assert peer_named("honest") in {each.client for each in node.server.sessions.values()}
+        assert len(node.server.sessions) == 4

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 FORWARD_S = 0.01
 KV_TOKENS = 400
 SAID_BLOCK_US = 1000
-GENEROUS = ServePolicy(leased_share=1.0, leased_client_share=1.0)
+GENEROUS = ServePolicy(leased_share=1.0)
 """A small world has KV for few sessions: clients that come back find theirs."""
 
 

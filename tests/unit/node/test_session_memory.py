@@ -312,7 +312,7 @@ async def test_results_that_there_is_no_memory_to_log_are_refused_and_the_sessio
 
 @in_trio
 async def test_a_leased_session_is_in_the_budget_without_its_link_and_with_the_next_one(exact_worker: Any) -> None:
-    generous = ServePolicy(leased_share=1.0, leased_client_share=1.0)
+    generous = ServePolicy(leased_share=1.0)
     async with served(exact_worker, serve=generous) as swarm, open_network([], POLICY) as network:
         held = swarm.network.budget.process.held
         link = await network.dial(swarm.address)

@@ -100,7 +100,7 @@ async def test_prompts_are_held_until_their_session_ends_also_over_another_link(
 
 @in_trio
 async def test_a_session_with_prompts_is_not_leased_since_nothing_could_evict_them(exact_worker: Any) -> None:
-    generous = ServePolicy(leased_share=1.0, leased_client_share=1.0)
+    generous = ServePolicy(leased_share=1.0)
     async with served(exact_worker, serve=generous) as swarm, open_network([], POLICY) as network:
         link = await network.dial(swarm.address)
         for frame, lease_ms in ((open_frame, 30_000), (partial(open_with_prompts, positions=3), 0)):

@@ -273,7 +273,6 @@ class ServePolicy:
     """A session may outlive its link by this much if its client asks for it. Within this time another process must read
     the file of the session and load the model. 0 grants no lease."""
     leased_share: float = 0.25
-    """Sessions without a link may hold this share of the server's KV together: their clients may never return."""
-    leased_client_share: float = 0.5
-    """The sessions of one client may hold this share of `leased_share`."""
+    """Sessions without a link may hold this share of the server's KV together: their clients may never return. When it
+    is taken, address groups and clients share it (`core/serving/leased_kv.py`)."""
     admission: AdmissionPolicy = field(default_factory=AdmissionPolicy)
