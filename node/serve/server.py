@@ -316,7 +316,7 @@ class Server:
         load = 0.0 if served is None else served.worker.load
         load_now = LoadNow(
             self._load_told.of(load if up_to_now else round(load, 1), up_to_now=up_to_now),
-            self.comers.fresh(link.peer, self.sessions, now_s),
+            self.comers.fresh(link.peer, now_s),
             self.comers.asking(link.peer, now_s),
             0 if served is None else served.admission.free,
         )

@@ -79,6 +79,8 @@ class ServerLink:
         self._adapters = LinkAdapters(link, parts, server.holder_of)
         shared = server.sessions, server.desk, server.conduct, server.tally, server.on_bug
         self._pushes = LinkPushes(link, nursery, *shared)
+        self._own: dict[SessionId, None] = {}
+        """The sessions that were opened or resumed over it. They may have ended since, or answer over another link."""
         self._named: dict[SessionId, None] = {}
         """The sessions that this peer opened or resumed. It may not have heard yet that one was refused or ended."""
 
@@ -94,7 +96,10 @@ class ServerLink:
 
     def _sessions(self) -> list[ServerSession]:
         """Those that answer over this link."""
-        return [session for session in self._server.sessions.values() if session.link is self._link]
+        known = self._server.sessions
+        own = [each for name in self._own if (each := known.get(name)) is not None and each.link is self._link]
+        self._own = {each.stage.session: None for each in own}
+        return own
 
     async def _handle(self, frame: Frame) -> None:
         conduct = self._server.conduct
@@ -171,6 +176,7 @@ class ServerLink:
             session.release()
             raise
         sessions[frame.session] = session
+        self._own[frame.session] = None
         self._server.comers.note_opened(self._link.peer, self._link.group, frame.session, trio.current_time())
         self._nursery.start_soon(self._run_session, session)
 
@@ -228,6 +234,7 @@ class ServerLink:
             raise PeerRefused(RefusalCode.UNKNOWN_SESSION, "you have opened no such session")
         if session.link is not self._link:
             self._check_limits()
+        self._own[frame.session] = None
         await session.move(self._link, frame)
 
     async def _run_session(self, session: ServerSession) -> None:
@@ -249,6 +256,7 @@ class ServerLink:
             finally:
                 session.release()
                 del self._server.sessions[name]
+                self._server.comers.note_ended(session.group, name)
                 self._server.note_end()
         await session.say_farewell(link)
 

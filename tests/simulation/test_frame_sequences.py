@@ -268,6 +268,8 @@ async def _serve(server: Server, link: PlainLink, nursery: trio.Nursery) -> None
 
 def _check_nothing_is_left(server: Server, worker: ExactWorker, hops: NextHops) -> None:
     assert not server.sessions
+    assert not server.comers._fresh
+    assert not server.leased._leases
     assert not worker.reserved
     assert not worker.executor._kept
     assert not any(each.listeners for each in hops.found)
@@ -282,14 +284,12 @@ def _check_nothing_is_left(server: Server, worker: ExactWorker, hops: NextHops) 
         record.clear()
 
 
-def _forget_what_is_limited(server: Server) -> None:
+def _forget_what_is_limited() -> None:
     """A table that is full at one moment and empty at another would be taken for growth.
 
-    Trio keeps up to 1,000 deadlines of scopes that have ended, of four blocks each. A server knows the sessions that
-    were opened lately, up to 4,096 of them, until somebody asks for its load.
+    Trio keeps up to 1,000 deadlines of scopes that have ended, of four blocks each.
     """
     GLOBAL_RUN_CONTEXT.runner.deadlines._prune()
-    server.comers.fresh(RECEIVER, server.sessions, trio.current_time())
 
 
 def _living_tasks() -> int:
@@ -344,12 +344,12 @@ async def test_frames_in_any_order_leave_nothing_behind(kv: str) -> None:
                     error.add_note(f"LLMNODE_FIRST_SEQUENCE={number} {how} runs this alone")
                     raise
                 if number - first <= WARM_UP < number - first + at_once:
-                    _forget_what_is_limited(server)
+                    _forget_what_is_limited()
                     gc.collect()
                     gc.freeze()
                     before, tasks = sys.getallocatedblocks(), _living_tasks()
             took_s = time.process_time() - began_s
-            _forget_what_is_limited(server)
+            _forget_what_is_limited()
             gc.unfreeze()
             gc.collect()
             grew, more_tasks = sys.getallocatedblocks() - before, _living_tasks() - tasks
