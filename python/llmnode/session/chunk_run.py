@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from llmnode.core.ids import SessionId
     from llmnode.core.policy import ClientPolicy
-    from llmnode.swarm.peer_connection import Expected
+    from llmnode.swarm.expected import Expected
     from llmnode.wire.chunk import Chunk
     from llmnode.wire.chunk_path import Action, ChunkResult
     from llmnode.wire.frame import Buffer, Frame

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
     from llmnode.core.ids import Epoch, PeerId, Step
     from llmnode.core.route import Hop
-    from llmnode.swarm.peer_connection import Expected, PeerConnection
+    from llmnode.swarm.expected import Expected
+    from llmnode.swarm.peer_connection import PeerConnection
     from llmnode.wire.chunk import Chunk, Hidden
     from llmnode.wire.frame import Frame
     from llmnode.wire.hop_state import Request

@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import math
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import trio
 
 from llmnode.core.ids import NO_SESSION, Step
+from llmnode.core.links.unasked import UnaskedFrames
 from llmnode.core.peers.company import Company
 from llmnode.core.peers.whereabouts import RELAYED
-from llmnode.core.texts.visible import printable
 from llmnode.core.view import Source
 from llmnode.errors import (
     LocalProtocolError,
@@ -24,11 +25,12 @@ from llmnode.errors import (
     RemoteProtocolError,
 )
 from llmnode.swarm.brought_adapters import BroughtAdapters
+from llmnode.swarm.expected import Expected, read_answer
 from llmnode.swarm.uploads import Lane, StartSoon, Uploads
 from llmnode.wire import version_1
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.load_now import load_of
-from llmnode.wire.messages import Description, Refusal, RefusalCode, unpack
+from llmnode.wire.messages import Description, RefusalCode, unpack
 from llmnode.wire.refusal import is_farewell_of_full
 
 if TYPE_CHECKING:
@@ -44,13 +46,6 @@ if TYPE_CHECKING:
 
 FAREWELL_S = 1.0
 """A question that is given up is taken back within this time, or not at all."""
-UNASKED_BURST = 2048
-"""Frames that a peer may send at once which nobody waits for, as late answers and grants. A further one ends the link:
-each costs the event loop some 0.05 ms, and strangers can have a server connect to them."""
-UNASKED_EACH = 8
-"""Each frame that we send, and each answer that we expect, allows for this many more."""
-UNASKED_PER_S = 16.0
-"""Beyond that, it may send this many."""
 
 
 class PeerConnection:
@@ -63,8 +58,8 @@ class PeerConnection:
         self._ended: PeerError | None = None
         self._has_ended = trio.Event()
         self._questions = 0  # the number of those that belong to no session: each has a step of its own
-        self._told_s = self._counted_s = trio.current_time()
-        self._unasked_left = float(UNASKED_BURST)
+        self._told_s = trio.current_time()
+        self._unasked = UnaskedFrames(self._told_s)
         self.sessions: dict[SessionId, float] = {}
         """The sessions whose answers come over it, and since when. It stays open for them."""
         self.company = Company()
@@ -260,13 +255,9 @@ class PeerConnection:
             raise self._ended.again()
         if (gone := self._gone.get(session)) is not None:
             raise PeerRefused(gone.code, gone.reason, retry_after_s=gone.retry_after_s, peer=self.peer)
-        expected = self._waiting[question] = Expected(self, question)
-        self._unasked_left = min(UNASKED_BURST, self._unasked_left + UNASKED_EACH)
+        expected = self._waiting[question] = Expected(self.peer, partial(self._waiting.pop, question, None))
+        self._unasked.allow()
         return expected
-
-    def forget(self, question: Question) -> None:
-        """The answer is not expected any more."""
-        self._waiting.pop(question, None)
 
     def listen(self, session: SessionId, hear: Callable[[Frame], None], end: Callable[[], None]) -> None:
         """Have `hear` called with what the peer says about a session, other than answers. It may raise PeerError.
@@ -288,7 +279,7 @@ class PeerConnection:
     async def tell(self, frame: Frame) -> None:
         """Send a frame that has no answer. Raises PeerRefused if the peer speaks too old a protocol for it."""
         self._told_s = trio.current_time()
-        self._unasked_left = min(UNASKED_BURST, self._unasked_left + UNASKED_EACH)
+        self._unasked.allow()
         if version_1.has_more(frame) and await self._link.wait_version() == version_1.VERSION:
             try:
                 frame = version_1.without_more(frame)
@@ -302,11 +293,11 @@ class PeerConnection:
             while True:
                 frame = await self._link.receive()
                 self._says_full = False
-                if (waiter := self._waiting.get(_question(frame))) is not None and waiter.arrive(frame):
+                waiter = self._waiting.get((frame.session, frame.epoch, frame.step))
+                if waiter is not None and waiter.arrive(frame):
                     continue
-                self._unasked_left -= 1
-                if self._unasked_left < 0:
-                    self._check_unasked()
+                if self._unasked.count(trio.current_time()):
+                    raise RemoteProtocolError("sends without end what nobody has asked for")
                 if waiter is not None:
                     continue  # the first answer counts
                 if (listener := self._listeners.get(frame.session)) is not None:
@@ -322,24 +313,16 @@ class PeerConnection:
                 self._ended = PeerUnreachable("connection closed", peer=self.peer)
             self._has_ended.set()
             for waiter in self._waiting.values():
-                waiter.arrive(None)
+                waiter.end(self._ended)
             for _, end in self._listeners.values():
                 end()
-
-    def _check_unasked(self) -> None:
-        """Raises RemoteProtocolError if the peer has sent too much that nobody waits for."""
-        now_s = trio.current_time()
-        self._unasked_left += min(UNASKED_BURST, UNASKED_PER_S * (now_s - self._counted_s))
-        self._counted_s = now_s
-        if self._unasked_left < 0:
-            raise RemoteProtocolError("sends without end what nobody has asked for")
 
     def _note_unasked(self, frame: Frame) -> None:
         """Nobody waits for the frame: it comes too late, or says that the peer has a session or our link no more."""
         self._says_full = is_farewell_of_full(frame)
         if frame.type is FrameType.REFUSAL and frame.session in self.sessions:
             try:
-                self.checked(frame, FrameType.REFUSAL)
+                read_answer(frame, FrameType.REFUSAL, self.peer)
             except PeerRefused as refusal:
                 if refusal.code == RefusalCode.UNKNOWN_SESSION:
                     self._gone = {each: why for each, why in self._gone.items() if each in self.sessions}
@@ -359,75 +342,6 @@ class PeerConnection:
         assert self._ended is not None
         return self._ended.again()
 
-    def checked(self, answer: Frame, expected: FrameType) -> Frame:
-        if answer.type is FrameType.REFUSAL:
-            try:
-                refusal = unpack(Refusal, answer.meta)
-            except RemoteProtocolError as error:
-                raise error.blame(self.peer) from None
-            retry_after_s = refusal.retry_after_ms / 1000 or None
-            # The words are the peer's, and a program may print the error.
-            code, message = printable(refusal.code), printable(refusal.message)
-            raise PeerRefused(code, message, retry_after_s=retry_after_s, peer=self.peer)
-        if answer.type is not expected:
-            raise RemoteProtocolError(f"answered {answer.type.name} where {expected.name} is due", peer=self.peer)
-        return answer
-
-
-class Expected:
-    """An answer that is awaited, as a context: after it the answer is dropped. Made by `PeerConnection.expect`."""
-
-    def __init__(self, connection: PeerConnection, question: Question) -> None:
-        self._connection = connection
-        self._question = question
-        self._answer: Frame | None = None
-        self._arrived = trio.Event()
-        self._has_result = False
-
-    def __enter__(self) -> Expected:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._connection.forget(self._question)
-
-    def arrive(self, answer: Frame | None) -> bool:
-        """Take an answer; None if the connection has ended without it. Whether it counts: the first one does, until it
-        is received.
-
-        A hop that gets a step twice, pushed and from us, sends its RESULT twice. The second one answers nothing.
-        """
-        if answer is not None:
-            if self._answer is not None or (self._has_result and answer.type is FrameType.RESULT):
-                return False
-            self._answer = answer
-        self._arrived.set()
-        return True
-
-    async def receive(self, answer_type: FrameType, timeout_s: float) -> Frame:
-        """Wait for the answer. Raises PeerTimeout if it does not come in time; then it may be awaited again.
-
-        Each PeerError says how long that was.
-        """
-        await trio.lowlevel.checkpoint_if_cancelled()  # an answer to what was given up since then blames nobody
-        since_s = trio.current_time()
-        if not self._arrived.is_set():
-            with trio.CancelScope(deadline=since_s + timeout_s) as patience:
-                await self._arrived.wait()
-            if patience.cancelled_caught:
-                late = PeerTimeout(f"no {answer_type.name} in {timeout_s:g} s", peer=self._connection.peer)
-                raise late.after(timeout_s)
-        if (answer := self._answer) is None:
-            raise self._connection.error.after(trio.current_time() - since_s)
-        self._answer, self._arrived = None, trio.Event()
-        self._has_result = self._has_result or answer.type is FrameType.RESULT
-        if self._connection.has_ended:
-            self._arrived.set()
-        try:
-            return self._connection.checked(answer, answer_type)
-        except PeerError as error:
-            error.after(trio.current_time() - since_s)
-            raise
-
 
 @contextlib.asynccontextmanager
 async def open_connection(link: Link, uploads: Uploads | None = None) -> AsyncIterator[PeerConnection]:
@@ -445,7 +359,3 @@ async def open_connection(link: Link, uploads: Uploads | None = None) -> AsyncIt
 def source_of(link: Link) -> Source:
     """The peer on the other side of a link, where it counts: see `core/peers/whereabouts.py`."""
     return Source(link.peer, RELAYED if link.relayed else link.group)
-
-
-def _question(frame: Frame) -> Question:
-    return frame.session, frame.epoch, frame.step

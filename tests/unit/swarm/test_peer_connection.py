@@ -9,15 +9,11 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 import trio
 
-from llmnode.core.ids import Epoch, SessionId, Step
+from llmnode.core.ids import Epoch, PeerId, SessionId, Step
+from llmnode.core.links import unasked
 from llmnode.errors import PeerError, PeerFull, PeerRefused, PeerTimeout, PeerUnreachable, RemoteProtocolError
-from llmnode.swarm.peer_connection import (
-    UNASKED_BURST,
-    UNASKED_EACH,
-    UNASKED_PER_S,
-    PeerConnection,
-    open_connection,
-)
+from llmnode.swarm.expected import read_answer
+from llmnode.swarm.peer_connection import PeerConnection, open_connection
 from llmnode.swarm.uploads import Uploads
 from llmnode.testing import open_internet, simulated
 from llmnode.wire.frame import Frame, FrameType
@@ -136,10 +132,10 @@ async def test_a_peer_that_sends_without_end_what_nobody_waits_for_loses_its_lin
                 await link.send(frame)
                 await answer.receive(FrameType.RESULT, 1.0)
             with suppress(PeerUnreachable):
-                while sent < 10 * UNASKED_BURST:
+                while sent < 10 * unasked.BURST:
                     await link.send(frame)
                     sent += 1
-            assert UNASKED_BURST <= sent < 2 * UNASKED_BURST
+            assert unasked.BURST <= sent < 2 * unasked.BURST
             await connection.wait_ended()
             assert isinstance(connection.error, RemoteProtocolError)
 
@@ -150,14 +146,14 @@ async def test_a_peer_may_send_some_frames_for_each_of_ours_and_a_few_whenever_i
     async with open_internet() as internet:
         client, server = internet.network("client"), internet.network("server")
         async with open_connection(await client.dial(server.addresses[0])) as connection, server.accept() as link:
-            for _ in range(UNASKED_BURST):
+            for _ in range(unasked.BURST):
                 await connection.tell(Frame(FrameType.WANT, GRANT.session))
                 await link.receive()
-                for _ in range(UNASKED_EACH):
+                for _ in range(unasked.EACH):
                     await link.send(GRANT)
             for _ in range(4):
-                await trio.sleep(UNASKED_BURST / UNASKED_PER_S)
-                for _ in range(UNASKED_BURST):
+                await trio.sleep(unasked.BURST / unasked.PER_S)
+                for _ in range(unasked.BURST):
                     await link.send(GRANT)
             await trio.sleep(1)
             assert not connection.has_ended
@@ -170,9 +166,8 @@ def unread(meta: Buffer) -> None:
 def test_a_refusal_neither_steers_a_terminal_nor_ends_a_line_wherever_it_is_printed() -> None:
     words = "busy\x1b]52;c;eA==\x07\u202e\nllmnode: ready"
     answer = Frame(FrameType.REFUSAL, meta=pack(Refusal(words[:64], words, 2000)))
-    connection: Any = SimpleNamespace(peer="12D3KooW")
     with pytest.raises(PeerRefused) as refused:
-        PeerConnection.checked(connection, answer, FrameType.OPENED)
+        read_answer(answer, FrameType.OPENED, PeerId("12D3KooW"))
     assert str(refused.value).isprintable()
     assert refused.value.reason == "busy\\x1b]52;c;eA==\\x07\\u202e\\nllmnode: ready"
     assert refused.value.retry_after_s == 2
