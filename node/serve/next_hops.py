@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING
@@ -104,22 +104,23 @@ class NextHops:
         kept = self._connections(pool)
         return len(kept) < self._policy.hops_kept or self._victim(kept, group) is not None
 
-    def _connections(self, pool: ConnectionPool) -> dict[PeerId, PeerConnection]:
-        """Those that were opened here and live, the oldest first."""
-        living = {each.peer: each for each in pool.living()}
+    def _connections(self, pool: ConnectionPool) -> dict[PeerId, list[PeerConnection]]:
+        """Those that were opened here and live, of each peer, the oldest first. One over a relay may go on beside a
+        direct one, and after it.
+        """
+        living: defaultdict[PeerId, list[PeerConnection]] = defaultdict(list)
+        for each in pool.all_open():
+            living[each.peer].append(each)
         for peer in [each for each in self._kept if each not in living]:
             self._kept.leave(peer)
         return {peer: living[peer] for peer in self._kept}
 
-    def _victim(self, kept: Mapping[PeerId, PeerConnection], group: str) -> PeerConnection | None:
-        """The one that makes way when there are too many: the oldest over which no session pushes, or else the newest
-        of another address group that has more. None if there is none.
+    def _victim(self, kept: Mapping[PeerId, Sequence[PeerConnection]], group: str) -> PeerId | None:
+        """The one that makes way when there are too many: the oldest to which no session pushes, or else the newest of
+        another address group that has more. None if there is none.
         """
-        unused = (each for each in kept.values() if not (each.is_listened_to or each.best.is_listened_to))
-        if (oldest := next(unused, None)) is not None:
-            return oldest
-        newest = self._kept.victim(group)
-        return None if newest is None else kept[newest]
+        unused = (peer for peer, connections in kept.items() if not any(each.is_listened_to for each in connections))
+        return next(unused, None) or self._kept.victim(group)
 
     async def _keep(self, pool: ConnectionPool, connection: PeerConnection, group: str) -> None:
         """Keep a new connection, for which another one may have to end.
@@ -132,11 +133,10 @@ class NextHops:
             await connection.end()
             raise PeerUnreachable("others have the places for next hops", peer=connection.peer)
         if leaving is not None:
-            self._kept.leave(leaving.peer)
+            self._kept.leave(leaving)
         self._kept.put(connection.peer, group)
-        if leaving is not None:
-            await leaving.best.end()
-            await leaving.end()
+        for each in kept[leaving] if leaving is not None else ():
+            await each.end()
 
     async def _ask(self, pool: ConnectionPool, peer: PeerId, group: str | None) -> None:
         """Ask the peer something: an open connection may be dead.

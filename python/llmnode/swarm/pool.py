@@ -63,12 +63,17 @@ class ConnectionPool:
         self._uploads = Uploads()
         self._opened: dict[PeerId, PeerConnection] = {}
         self._dialling: dict[PeerId, _Dial] = {}
+        self._held: dict[PeerConnection, None] = {}
         self._passing: set[PeerConnection] = set()
         """The open ones that nobody has asked to keep."""
 
     def living(self) -> list[PeerConnection]:
         """The open connections, the oldest first."""
         return [connection for connection in self._opened.values() if not connection.has_ended]
+
+    def all_open(self) -> list[PeerConnection]:
+        """The open connections with those over relays that go on beside a direct one, the oldest first."""
+        return [connection for connection in self._held if not connection.has_ended]
 
     async def connect(self, addresses: Sequence[str], *, keeps: bool = True) -> PeerConnection:
         """The open connection to the peer at `addresses`, or a new one to the first address that answers.
@@ -176,6 +181,7 @@ class ConnectionPool:
     async def _hold(self, address: str, task_status: trio.TaskStatus[PeerConnection]) -> None:
         link = await self.network.dial(address, is_heard=True)
         async with open_connection(link, self._uploads) as connection:
+            self._held[connection] = None
             task_status.started(connection)
             if connection.relayed:
                 async with trio.open_nursery() as nursery:
@@ -184,6 +190,7 @@ class ConnectionPool:
                     nursery.cancel_scope.cancel()
             else:
                 await connection.wait_ended()
+        del self._held[connection]
         self._passing.discard(connection)
         if self._opened.get(connection.peer) is connection:
             del self._opened[connection.peer]

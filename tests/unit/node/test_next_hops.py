@@ -18,6 +18,7 @@ from llmnode.net.host import open_network
 from llmnode.node.serve.next_hops import NextHops
 from llmnode.swarm.pool import open_pool
 from llmnode.testing import open_internet, peer_named, simulated
+from llmnode.testing.network import MemoryInternet, MemoryNetwork
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.messages import Description, RefusalCode, pack
 from unit.in_trio import in_trio
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
     from llmnode.swarm.peer_connection import PeerConnection
     from llmnode.swarm.pool import ConnectionPool
-    from llmnode.testing import MemoryNetwork
 
 DESCRIPTION = Description(
     **dict.fromkeys(Description.__dataclass_fields__, 1)
@@ -202,6 +202,37 @@ async def test_a_next_hop_to_which_no_session_pushes_any_more_makes_way_first() 
         await trio.sleep(1)
         assert [each.has_ended for each in pushing] == [False, True, False, False]
         assert len(pool.living()) == 4
+
+
+@simulated
+async def test_a_next_hop_counts_over_a_relay_too_when_its_direct_connection_has_ended() -> None:
+    """It is counted until nothing is connected to it, and then nothing goes on that made way."""
+    policy = ServePolicy(hops_kept=4)
+    async with next_hops_that_answer(12, policy) as (hops, pool):
+        for number in range(4):
+            server, hop = pool.network.peer, peer_named(f"hop {number}")
+            hops_internet(pool).relay(server, hop)
+            relayed = await push(hops, number, "stranger")
+            assert relayed.relayed
+            hops_internet(pool).punch(server, hop)
+            await relayed.wait_better()
+            hops_internet(pool).relay(server, hop)
+        await pool.living()[0].end()
+        await pool.living()[0].wait_ended()
+        for number in range(4, 8):
+            with pytest.raises(PeerRefused, match="no connection to the next hop"):
+                await push(hops, number, "stranger")
+        honest = await push(hops, 11, "honest")
+        await trio.sleep(1)
+        assert len(pool.living()) == 4
+        assert not honest.has_ended
+        assert {each.peer for each in pool.all_open()} == {each.peer for each in pool.living()}
+
+
+def hops_internet(pool: ConnectionPool) -> MemoryInternet:
+    network = pool.network
+    assert isinstance(network, MemoryNetwork)
+    return network._internet
 
 
 def test_next_hops_leave_most_connections_to_others() -> None:
