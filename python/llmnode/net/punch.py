@@ -28,8 +28,11 @@ from libp2p.relay.circuit_v2.pb.dcutr_pb2 import HolePunch
 from libp2p.transport.exceptions import OpenConnectionError
 from multiaddr.exceptions import Error as MultiaddrError
 
+from llmnode.core.address_groups import address_groups
+from llmnode.core.fair_places import FairPlaces
 from llmnode.errors import PeerError, PeerUnreachable, RemoteProtocolError
 from llmnode.net.addresses import may_be_dialled, place_in, tcp_address
+from llmnode.net.admission import groups_of
 from llmnode.net.circuit_wire import CircuitConnection, leave, receive, send
 from llmnode.net.connections import is_relayed, open_stream
 from llmnode.net.dialling import connect_from
@@ -37,7 +40,7 @@ from llmnode.net.identify import identify
 from llmnode.net.yamux import YamuxConnection
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from libp2p.abc import IHost, IMuxedConn, INetConn, INetStream, INetwork
     from libp2p.network.connection.swarm_connection import SwarmConn
@@ -78,6 +81,7 @@ class Puncher(INotifee):
         self._policy = policy
         self._held = held
         self._came = trio.Event()  # a direct connection, from or to anybody
+        self._places = FairPlaces[trio.CancelScope](policy.at_once)
         self._beginning: set[ID] = set()
         self._dialling: dict[ID, trio.CancelScope] = {}
         self._tries: WeakKeyDictionary[IMuxedConn, deque[float]] = WeakKeyDictionary()
@@ -118,26 +122,42 @@ class Puncher(INotifee):
 
     async def _begin(self, relayed: SwarmConn) -> None:
         peer = _muxed(relayed).peer_id
-        if peer in self._beginning or self._is_busy:
+        if peer in self._beginning:
             return
         self._beginning.add(peer)
         try:
-            for number in range(1, self._policy.tries + 1):
-                # The last attempt is the other way round, like go-libp2p's: our dial may have been taken for that of a
-                # client.
-                is_client = number == self._policy.tries > 1
-                if await self._try(relayed, is_client=is_client):
-                    return
-                if number == 1 and await self._dial_openly(relayed):
-                    return
+            with self._place(relayed):
+                for number in range(1, self._policy.tries + 1):
+                    # The last attempt is the other way round, like go-libp2p's: our dial may have been taken for that
+                    # of a client.
+                    is_client = number == self._policy.tries > 1
+                    if await self._try(relayed, is_client=is_client):
+                        return
+                    if number == 1 and await self._dial_openly(relayed):
+                        return
         except FAILURES as error:
             log.debug("stays relayed peer=%s: %s", peer, error)
         finally:
             self._beginning.remove(peer)
 
-    @property
-    def _is_busy(self) -> bool:
-        return len(self._beginning) + len(self._dialling) >= self._policy.at_once
+    @contextlib.contextmanager
+    def _place(self, relayed: SwarmConn) -> Iterator[None]:
+        """Holds one of the places for peers with which we punch at the same time. The context ends early if it has to
+        make way for another address group. Raises PeerUnreachable if there is none.
+        """
+        group = _group(relayed)
+        if not self._places.has_place(group):
+            raise PeerUnreachable("too many others punch already")
+        if (victim := self._places.victim(group)) is not None:
+            self._places.leave(victim)
+            victim.cancel()
+        scope = trio.CancelScope()
+        self._places.put(scope, group)
+        try:
+            with scope:
+                yield
+        finally:
+            self._places.leave(scope)
 
     async def _try(self, relayed: SwarmConn, *, is_client: bool) -> bool:
         """Whether there is a direct connection then. Raises one of FAILURES if the other side does not take part."""
@@ -198,8 +218,8 @@ class Puncher(INotifee):
         """Raises RemoteProtocolError."""
         if not is_relayed(relayed) or not _muxed(relayed).is_initiator:
             raise RemoteProtocolError("only who was dialled through a relay asks")
-        if self._is_busy:
-            raise PeerUnreachable("too many others ask already")
+        if not self._places.has_place(_group(relayed)):
+            raise PeerUnreachable("too many others punch already")
         tries, now_s = self._tries.setdefault(relayed.muxed_conn, deque()), trio.current_time()
         while tries and tries[0] <= now_s - self._policy.again_s:
             tries.popleft()
@@ -208,7 +228,8 @@ class Puncher(INotifee):
         tries.append(now_s)
 
     async def _follow(self, relayed: SwarmConn, door: Door, theirs: Sequence[tuple[str, int]]) -> None:
-        await self._punch(relayed, door, theirs, is_client=True)
+        with contextlib.suppress(PeerUnreachable), self._place(relayed):
+            await self._punch(relayed, door, theirs, is_client=True)
 
     # Both
 
@@ -337,6 +358,16 @@ def _circuit(relayed: SwarmConn) -> CircuitConnection:
 
 def _muxed(connection: SwarmConn) -> YamuxConnection:
     return cast("YamuxConnection", connection.muxed_conn)
+
+
+def _group(relayed: SwarmConn) -> str:
+    """The address group of the other side, as a relay of ours tells it; else that of the relay, which may say anything.
+
+    A peer dials us through a relay of ours.
+    """
+    muxed = _muxed(relayed)
+    seen_host = None if muxed.is_initiator else _circuit(relayed).seen_host
+    return groups_of(muxed)[0] if seen_host is None else address_groups(seen_host)[0]
 
 
 async def _wait_any(*events: trio.Event) -> None:

@@ -12,7 +12,7 @@ import trio.testing
 from libp2p.relay.circuit_v2.pb import circuit_pb2 as pb
 
 from llmnode.core.budget import Kind, Resource
-from llmnode.core.policy import BudgetPolicy, RelayPolicy
+from llmnode.core.policy import BudgetPolicy, CircuitPolicy, PunchPolicy, RelayPolicy
 from llmnode.errors import PeerUnreachable, single_error
 from llmnode.net import circuit_relay
 from llmnode.net.addresses import parse_peer
@@ -21,6 +21,7 @@ from llmnode.net.circuit_splice import LEAST_PIECE_BYTES
 from llmnode.net.circuit_wire import HOP, PIECE_BYTES, STOP, receive, send
 from llmnode.net.host import Libp2pNetwork, open_network
 from llmnode.net.link import Libp2pLink
+from llmnode.net.punch import PUNCH
 from unit.circuits import (
     IMPATIENT,
     MEGABYTE,
@@ -31,6 +32,7 @@ from unit.circuits import (
     connect_to,
     dialling,
     echoing,
+    listening_behind,
     noting,
     relaying,
     reserving,
@@ -129,6 +131,22 @@ async def test_one_address_with_all_circuits_does_not_keep_others_out(limits: di
             await links[2].end("done")
             await until(lambda: relay.count_open().circuits == 3)
             await check_echo(await polite[1].dial(through(relay, server)))
+
+
+@in_trio
+async def test_one_address_with_all_places_for_hole_punching_does_not_keep_others_out() -> None:
+    """Its identities dial through the relay, and answer no message about punching."""
+    few = CircuitPolicy(punch=PunchPolicy(at_once=2, talk_s=1000.0, grace_s=0.1))
+    async with relaying() as relay, listening_behind(relay, policy=few) as server, echoing(server):
+        others = strangers(relay, ["127.0.0.2"] * 3), strangers(relay, ["127.0.0.1"])
+        async with others[0] as rude, others[1] as polite:
+            for each in rude:
+                each.host.set_stream_handler(PUNCH, never)
+                await each.dial(through(relay, server))
+            await until(lambda: len(server._puncher._places) == 2)
+            await polite[0].dial(through(relay, server))
+            await polite[0]._puncher.wait_direct(parse_peer(server.addresses[0]).peer_id)
+            await until(lambda: len(server._puncher._places) == 1)
 
 
 @in_trio
