@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from dataclasses import asdict, astuple, dataclass, fields, replace
+from dataclasses import MISSING, asdict, astuple, dataclass, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -63,6 +63,8 @@ class Forecast:
     """The memory of its server without any positions in the KV."""
     kv_position_bytes: float
     upload_bytes_per_s: float
+    model_blocks: int = 0
+    """The number of blocks of the model; 0 in files of earlier versions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +138,7 @@ async def keep_forecast(plan: Plan) -> None:
         base_bytes=node.base_bytes + node.weights_bytes,
         kv_position_bytes=node.kv_bytes / node.kv_tokens if node.kv_tokens else 0.0,
         upload_bytes_per_s=node.network.upload_bytes_per_s,
+        model_blocks=plan.model.blocks,
     )
     await _change(lambda entries: entries | {_key_of(plan.model): (forecast, Measured())})
 
@@ -176,18 +179,21 @@ async def _note(model: ModelInfo, noted: Callable[[Measured], Measured]) -> None
 
 def compared(
     forecasts: Forecasts,
-    key: Sequence[str],
+    key: tuple[str, str, int],
     servers: Sequence[Announcement],
     figures: Mapping[PeerId, ServerFigures],
 ) -> tuple[int, list[Compared]] | None:
     """When the forecast was made (in ms), and its figures beside the measured ones; None without a forecast.
 
-    `key` is the digest of a model and its precision. The first of its `servers` on this machine with the forecast's
-    number of blocks has its memory and upload compared.
+    `key` is the digest of a model, its precision and its number of blocks. The first of its `servers` on this machine
+    with the forecast's number of blocks has its memory and upload compared.
     """
-    if (found := forecasts.entries.get("; ".join(key))) is None:
+    digest, dtype, blocks = key
+    if (found := forecasts.entries.get(f"{digest}; {dtype}")) is None:
         return None
     forecast, measured = found
+    if forecast.model_blocks not in (0, blocks):
+        return None
     used_bytes = memory_bytes = upload_bytes_per_s = 0.0
     for each in servers:
         if each.peer in forecasts.own and len(each.offer.span) == forecast.blocks:
@@ -277,7 +283,7 @@ def _entry(kept: Any) -> tuple[Forecast, Measured] | None:  # Any: JSON
 def _whole(kind: type[T], values: dict[str, Any]) -> T:  # Any: JSON
     """Raises ValueError, TypeError, KeyError or OverflowError."""
     for each in fields(kind):
-        value = values[each.name]
+        value = values[each.name] if each.default is MISSING else values.get(each.name, each.default)
         is_number = type(value) is int or (type(value) is float and "float" in str(each.type))
         if not is_number or value < 0 or not math.isfinite(value):
             raise ValueError(f"{each.name} is {value!r}")

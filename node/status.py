@@ -69,7 +69,7 @@ class ModelStatus:
 
     def compared(self, forecasts: Forecasts) -> tuple[int, list[Compared]] | None:
         """The forecast of `llmnode plan` on this machine: see `forecasts.compared`."""
-        return compared(forecasts, (self.digest, self.dtype), self.servers, self.figures)
+        return compared(forecasts, self.key, self.servers, self.figures)
 
     def tokens_per_s(self, before: ModelStatus | None) -> dict[PeerId, float]:
         """The positions a second that servers have computed since an earlier look, prompts among them.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -123,6 +124,17 @@ def test_a_new_forecast_begins_anew_and_other_models_have_none() -> None:
     for number in range(MOST + 1):
         keep_forecast(replace(PLAN, model=replace(MODEL, digest=bytes([number]) * 32)))
     assert not is_known(status()), "the oldest one goes"
+
+
+def test_a_forecast_is_shown_for_the_model_with_its_number_of_blocks_alone() -> None:
+    """Servers that claim another number of blocks under the same digest are those of another model."""
+    keep_forecast(PLAN)
+    assert is_known(status())
+    assert not is_known(status(replace(MODEL, blocks=MODEL.blocks + 1)))
+    kept = json.loads(cache_folder(FILE).read_text())
+    del next(iter(kept["forecasts"].values()))[0]["model_blocks"]
+    cache_folder(FILE).write_text(json.dumps(kept))
+    assert is_known(status()), "an earlier version has not written it"
 
 
 @pytest.mark.parametrize(
