@@ -205,26 +205,6 @@ def test_a_speed_is_measured_once_for_each_span_precision_and_setting(tmp_path: 
     trio.run(main)
 
 
-@pytest.mark.parametrize(("kv_tokens", "context", "is_enough"), [(127, 4096, False), (128, 4096, True), (32, 16, True)])
-def test_a_speed_with_too_little_kv_for_the_measurement_is_that_of_its_run_alone(
-    kv_tokens: int, context: int, is_enough: bool, tmp_path: Path
-) -> None:
-    """A short prompt, or few sessions at once, are slower. With more KV the machine would announce that for a day."""
-    measured: list[int] = []
-
-    async def measure(worker: Worker, _model: ModelInfo) -> ComputeSpeed:
-        measured.append(worker.kv_tokens)
-        return ComputeSpeed(float(worker.kv_tokens), 2.0, 3.0)
-
-    async def main() -> None:
-        cache, model = SpeedCache(path=tmp_path / "speeds.json"), replace(MODEL, context_tokens=context)
-        for tokens in (kv_tokens, kv_tokens, 4096, kv_tokens):
-            await cache.measured_once(measure)(worker_with(tokens), model)
-
-    trio.run(main)
-    assert measured == ([kv_tokens] if is_enough else [kv_tokens, kv_tokens, 4096, kv_tokens])
-
-
 def test_the_speed_of_a_block_is_known_by_whatever_span_was_measured_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
