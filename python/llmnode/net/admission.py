@@ -44,6 +44,7 @@ class ConnectionAdmission:
         self.gate = Gate(policy.dials, self.budget.process)
         """Decides which connections the host opens."""
         self._accepted = Rates(self.policy.accepted_burst, self.policy.accepted_per_s)
+        self._accepted_of_group = Rates(self.policy.group_accepted_burst, self.policy.group_accepted_per_s)
         self._handshakes = Turns(self.policy.handshakes)
         self._streams = Turns(self.policy.stream_turns)
         self._refused = Rates(self.policy.refused_streams_burst, self.policy.refused_streams_per_s)
@@ -54,7 +55,11 @@ class ConnectionAdmission:
 
     def accepts(self, address: str) -> bool:
         """Whether one more connection from this IP address is looked at. Then it counts."""
-        return self._accepted.take(address_groups(address)[1], trio.current_time())
+        (group, host), now_s = address_groups(address), trio.current_time()
+        if self._accepted_of_group.wait_s(group, now_s) > 0 or not self._accepted.take(host, now_s):
+            return False
+        self._accepted_of_group.count(group, now_s)
+        return True
 
     async def wait_turn(self, raw: IRawConnection, patience_s: float) -> None:
         """Until the other side has said something, and it is the turn of its address group."""

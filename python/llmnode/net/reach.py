@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections import Counter, deque
+from collections import deque
 from typing import TYPE_CHECKING, cast
 
 import trio
@@ -21,6 +21,7 @@ from libp2p.network.connection.raw_connection import RawConnection
 from libp2p.peer.id import ID
 from multiaddr import Multiaddr
 
+from llmnode.core.address_groups import address_groups
 from llmnode.core.ids import PeerId
 from llmnode.core.peers.nat import Reached, Sight
 from llmnode.errors import PeerUnreachable, RemoteProtocolError
@@ -67,7 +68,8 @@ class DialBacks:
         self._swarm = swarm
         self._gate = gate
         self._policy = policy
-        self._recent: deque[tuple[float, str]] = deque()  # the time and host of each request within the last minute
+        self._recent: deque[tuple[float, str, str]] = deque()
+        """The time, address group and host of each request within the last minute."""
 
     async def take_request(self, stream: INetStream) -> None:
         """libp2p calls this, in a task of its own, for each stream over which a peer asks us to dial it."""
@@ -113,10 +115,13 @@ class DialBacks:
         now_s = trio.current_time()
         while self._recent and self._recent[0][0] < now_s - MINUTE_S:
             self._recent.popleft()
-        of_host = Counter(each for _, each in self._recent)[host]
-        if len(self._recent) >= self._policy.requests_per_minute or of_host >= self._policy.host_requests_per_minute:
+        policy, (group, host) = self._policy, address_groups(host)
+        of_group = [each[2] for each in self._recent if each[1] == group]
+        counts = len(self._recent), len(of_group), of_group.count(host)
+        limits = policy.requests_per_minute, policy.group_requests_per_minute, policy.host_requests_per_minute
+        if any(count >= most for count, most in zip(counts, limits, strict=True)):
             raise DialBackRefused(Message.E_DIAL_REFUSED, "asked too often")
-        self._recent.append((now_s, host))
+        self._recent.append((now_s, group, host))
 
     async def _dial_any(self, peer: ID, places: Sequence[tuple[str, int]]) -> Multiaddr:
         """Raises Refused without a reason: it could tell the asking peer what is on our machine or behind its NAT."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import gc
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import trio
@@ -22,11 +22,14 @@ from llmnode.net.addresses import parse_peer, tcp_address
 from llmnode.net.circuit_wire import receive, send
 from llmnode.net.connections import open_stream
 from llmnode.net.host import Libp2pNetwork, open_network
-from llmnode.net.reach import AUTONAT, DialBacks
+from llmnode.net.reach import AUTONAT, DialBackRefused, DialBacks
 from llmnode.node.doctor import OK, WARNING, reach_findings
 from llmnode.node.reach import explain
 from llmnode.wire.frame import Frame, FrameType
 from unit.in_trio import in_trio
+
+if TYPE_CHECKING:
+    from libp2p.network.swarm import Swarm
 
 POLICY = ReachPolicy()
 OK_STATUS, ERROR, REFUSED, BAD = Message.OK, Message.E_DIAL_ERROR, Message.E_DIAL_REFUSED, Message.E_BAD_REQUEST
@@ -276,13 +279,27 @@ async def test_what_is_no_request_is_refused() -> None:
         assert (await ask(dial(own, place_of(own), peer=b""))).status == OK_STATUS, "it is who asks"
 
 
-@pytest.mark.parametrize("limit", ["requests_per_minute", "host_requests_per_minute"])
+@pytest.mark.parametrize("limit", ["requests_per_minute", "group_requests_per_minute", "host_requests_per_minute"])
 @in_trio
 async def test_who_asks_too_often_is_refused(limit: str) -> None:
     policies: dict[str, Any] = {limit: 2}
     async with asking(replace(POLICY, **policies)) as (_asked, own, ask):
         statuses = [(await ask(dial(own, place_of(own)))).status for _ in range(3)]
         assert statuses == [OK_STATUS, OK_STATUS, REFUSED]
+
+
+@pytest.mark.parametrize("block", ["8.8.8.{}", "2606:4700:0:{}::1"])
+@in_trio
+async def test_one_address_group_leaves_requests_to_others(block: str) -> None:
+    async with listening() as asked:
+        dial_backs = DialBacks(cast("Swarm", asked.host.get_network()), asked._gate, POLICY)
+        taken = 0
+        for number in range(2 * POLICY.requests_per_minute):
+            with suppress(DialBackRefused):
+                dial_backs._count(block.format(number))
+                taken += 1
+        assert taken <= POLICY.requests_per_minute / 2
+        dial_backs._count("9.9.9.9")
 
 
 @in_trio

@@ -12,6 +12,7 @@ import trio
 from llmnode.core.policy import BudgetPolicy, TurnPolicy
 from llmnode.errors import PeerError
 from llmnode.net.addresses import LISTEN_ANY_LOOPBACK, host_and_port, parse_peer
+from llmnode.net.admission import ConnectionAdmission
 from llmnode.net.host import Libp2pNetwork, open_network
 from unit.in_trio import in_trio
 from unit.links import POLICY
@@ -70,6 +71,15 @@ async def test_connections_beyond_the_rate_of_an_address_are_closed_and_another_
         for each in (first, *taken):
             assert await is_open(each)
         assert await is_open(await silent(stack, server, "127.0.0.3"))
+
+
+@in_trio
+async def test_the_addresses_of_one_group_have_a_rate_together_and_another_group_comes_in() -> None:
+    admission, policy = ConnectionAdmission(POLICY), BudgetPolicy()
+    accepted = sum(admission.accepts(f"8.8.8.{number % 256}") for number in range(256 * policy.accepted_burst))
+    assert accepted <= policy.group_accepted_burst + 1
+    assert accepted >= policy.group_share * policy.connections
+    assert admission.accepts("9.9.9.9")
 
 
 @in_trio

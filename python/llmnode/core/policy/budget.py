@@ -64,6 +64,10 @@ class BudgetPolicy:
     when a server is back, and one that is closed unread avoids the server for a while. The burst takes 0.13 s."""
     accepted_per_s: float = 4.0
     """Then one is accepted this often."""
+    group_accepted_burst: int = 256
+    """Those of one address group, which may have `group_share` of the connections. Beyond these, each is half a
+    millisecond's search for one that makes way: a stranger with a /24 would take the whole event loop."""
+    group_accepted_per_s: float = 16.0
     handshakes: TurnPolicy = TurnPolicy(burst=64, per_s=1, shared_per_s=16)
     """The connections of an address group whose handshake begins. With the link that follows, it takes some
     milliseconds of the event loop."""

@@ -100,8 +100,10 @@ class ReachPolicy:
     addresses: int = 8
     requests_per_minute: int = 30
     """The limit of go-libp2p: each request costs the answering node a few dials."""
+    group_requests_per_minute: int = 12
+    """Requests from one address group: a stranger with five addresses would take all."""
     host_requests_per_minute: int = 6
-    """Requests from one IP address. Several nodes may be behind it."""
+    """Requests from one IPv4 address or IPv6 /56. Several nodes may be behind it."""
 
 
 @dataclass(frozen=True, slots=True)
