@@ -238,7 +238,7 @@ class Swarm:
 
         told = await self._view_exchange.ask(connection, believe)
         self.view.meet(connection.source)
-        self._note_clock(connection.peer, told.ahead_ms, asked=True)
+        self._note_clock(connection.source, told.ahead_ms, asked=True)
         await self.introduce(connection, told.wanted)
 
     async def introduce(self, connection: PeerConnection, peers: Iterable[PeerId]) -> None:
@@ -259,7 +259,7 @@ class Swarm:
     async def answer(self, frame: Frame, link: Link) -> Frame:
         """The answer to a question of a peer about our view. Raises RemoteProtocolError."""
         clock = unpack(Clock, frame.meta)
-        self._note_clock(link.peer, clock.now_ms - self._now_ms(), asked=False)
+        self._note_clock(source_of(link), clock.now_ms - self._now_ms(), asked=False)
         self._drop_expired()
         return await self._view_exchange.answer(frame, link.version)
 
@@ -326,9 +326,9 @@ class Swarm:
                 log.info("another node uses our identity, at %s", " ".join(announcement.addresses))
             self._note_noticed()
 
-    def _note_clock(self, peer: PeerId, offset_ms: int, *, asked: bool) -> None:
-        if peer != self._network.peer:
-            self._clocks.note(peer, offset_ms, trio.current_time(), asked=asked)
+    def _note_clock(self, source: Source, offset_ms: int, *, asked: bool) -> None:
+        if source.peer != self._network.peer:
+            self._clocks.note(source.peer, offset_ms, trio.current_time(), source.group, asked=asked)
             self._note_noticed()
 
     def _note_noticed(self) -> None:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from llmnode.core.ids import PeerId
     from llmnode.core.policy import SwarmPolicy
 
+OF_GROUP = 2
+"""Peers of one address group that count: identities are free, and most of them could say that our clock is wrong."""
 CLOCK_FIX = "set the clock by NTP (`timedatectl set-ntp true` where there is systemd)"
 
 
@@ -55,6 +57,14 @@ def judge_clocks(offsets_ms: Mapping[PeerId, int], tolerated_s: float) -> ClockV
     return ClockVerdict(tuple(wrong), len(offsets_ms), offset_s, tolerated_s)
 
 
+@dataclass(frozen=True, slots=True)
+class _Told:
+    at_s: float
+    asked: bool
+    offset_ms: int
+    group: str
+
+
 class Clocks:
     """The latest clock offsets of peers, at most `policy.clocks` of them; the time is told.
 
@@ -64,22 +74,26 @@ class Clocks:
 
     def __init__(self, policy: SwarmPolicy) -> None:
         self._policy = policy
-        self._told: dict[PeerId, tuple[float, bool, int]] = {}
+        self._told: dict[PeerId, _Told] = {}
 
-    def note(self, peer: PeerId, offset_ms: int, now_s: float, *, asked: bool) -> None:
+    def note(self, peer: PeerId, offset_ms: int, now_s: float, group: str, *, asked: bool) -> None:
+        """A peer of this address group has told its time. The latest two of a group count."""
         known = self._told.get(peer)
-        if known is not None and known[1] and not asked and self._is_fresh(known[0], now_s):
+        if known is not None and known.asked and not asked and self._is_fresh(known, now_s):
             return
         self._told.pop(peer, None)  # to the end: the oldest answer is forgotten first
-        self._told[peer] = now_s, asked, offset_ms
+        self._told[peer] = _Told(now_s, asked, offset_ms, group)
+        of_group = [each for each, told in self._told.items() if told.group == group]
+        if len(of_group) > OF_GROUP:
+            del self._told[next((each for each in of_group if not self._told[each].asked), of_group[0])]
         if len(self._told) > self._policy.clocks:
             del self._told[next(iter(self._told))]
 
     def offsets_ms(self, now_s: float) -> dict[PeerId, int]:
-        return {peer: offset for peer, (told_s, _, offset) in self._told.items() if self._is_fresh(told_s, now_s)}
+        return {peer: told.offset_ms for peer, told in self._told.items() if self._is_fresh(told, now_s)}
 
     def judge(self, now_s: float) -> ClockVerdict:
         return judge_clocks(self.offsets_ms(now_s), self._policy.clock_skew_s)
 
-    def _is_fresh(self, told_s: float, now_s: float) -> bool:
-        return now_s - told_s < self._policy.clock_keeps_s
+    def _is_fresh(self, told: _Told, now_s: float) -> bool:
+        return now_s - told.at_s < self._policy.clock_keeps_s

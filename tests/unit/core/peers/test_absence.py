@@ -15,7 +15,7 @@ from llmnode.core.identity import Identity, Origin, Weights, explain_difference,
 from llmnode.core.ids import PeerId
 from llmnode.core.model import ModelInfo, Profile, precision_named
 from llmnode.core.peers.absence import MOST_TOLD, TOLD_AGAIN_S, ToldReasons, explain_absence
-from llmnode.core.peers.clocks import Clocks, judge_clocks
+from llmnode.core.peers.clocks import OF_GROUP, Clocks, judge_clocks
 from llmnode.core.policy import SwarmPolicy
 from llmnode.core.span import Span
 
@@ -185,12 +185,12 @@ def test_a_digest_has_its_parts(origin: Origin, weights: bytes, layout: bytes, c
 def test_what_was_asked_counts_more_than_what_was_told_and_both_for_a_while() -> None:
     policy = SwarmPolicy()
     clocks, peer = Clocks(policy), PeerId("a")
-    clocks.note(peer, 700, 0, asked=False)
-    clocks.note(peer, 20, 1, asked=True)
-    clocks.note(peer, 900, 2, asked=False)
+    clocks.note(peer, 700, 0, "group", asked=False)
+    clocks.note(peer, 20, 1, "group", asked=True)
+    clocks.note(peer, 900, 2, "group", asked=False)
     assert clocks.offsets_ms(3) == {peer: 20}
     assert clocks.offsets_ms(1 + policy.clock_keeps_s) == {}
-    clocks.note(peer, 900, 1 + policy.clock_keeps_s, asked=False)
+    clocks.note(peer, 900, 1 + policy.clock_keeps_s, "group", asked=False)
     assert clocks.offsets_ms(1 + policy.clock_keeps_s) == {peer: 900}
 
 
@@ -198,7 +198,26 @@ def test_of_many_clocks_the_last_ones_told_are_kept() -> None:
     policy = replace(SwarmPolicy(), clocks=3)
     clocks = Clocks(policy)
     for number in range(5):
-        clocks.note(PeerId("first"), number, number, asked=False)
-        clocks.note(PeerId(f"peer{number}"), number, number, asked=False)
+        clocks.note(PeerId("first"), number, number, "first", asked=False)
+        clocks.note(PeerId(f"peer{number}"), number, number, f"group {number}", asked=False)
     assert set(clocks.offsets_ms(5)) == {"first", "peer3", "peer4"}
     assert not clocks.judge(5).wrong
+
+
+def test_many_identities_of_one_address_group_do_not_outvote_three_others() -> None:
+    clocks, skew_ms = Clocks(policy := SwarmPolicy()), 3_600_000
+    for number in range(3):
+        clocks.note(PeerId(f"honest {number}"), 5, 0, f"group {number}", asked=False)
+    for number in range(2 * policy.clocks):
+        clocks.note(PeerId(f"sybil {number}"), skew_ms, 1, "stranger", asked=False)
+    verdict = clocks.judge(2)
+    assert len(verdict.wrong) == OF_GROUP and not verdict.is_ours
+
+
+def test_a_peer_that_was_asked_makes_no_way_for_strangers_of_its_address_group() -> None:
+    clocks, asked = Clocks(SwarmPolicy()), [PeerId(str(number)) for number in range(OF_GROUP)]
+    for peer in asked:
+        clocks.note(peer, 5, 0, "group", asked=True)
+    for number in range(10):
+        clocks.note(PeerId(f"sybil {number}"), 3_600_000, 1, "group", asked=False)
+    assert set(clocks.offsets_ms(2)) == {*asked}
