@@ -21,11 +21,11 @@ from libp2p.network.connection.raw_connection import RawConnection
 from libp2p.peer.id import ID
 from multiaddr import Multiaddr
 
-from llmnode.core.address_groups import address_groups
 from llmnode.core.ids import PeerId
 from llmnode.core.peers.nat import Reached, Sight
 from llmnode.errors import PeerUnreachable, RemoteProtocolError
 from llmnode.net.addresses import host_and_port, place_in, tcp_address
+from llmnode.net.admission import groups_of
 from llmnode.net.circuit_wire import leave, receive, send
 from llmnode.net.connections import is_relayed, open_stream
 from llmnode.net.dialling import connect_from
@@ -107,15 +107,15 @@ class DialBacks:
         places = [each for each in _places(request.dial.peer.addrs) if each[0] == remote[0]][: self._policy.addresses]
         if not places:
             raise DialBackRefused(Message.E_DIAL_REFUSED, "no address is named where the request comes from")
-        self._count(remote[0])
+        self._count(*groups_of(stream.muxed_conn))
         return places
 
-    def _count(self, host: str) -> None:
+    def _count(self, group: str, host: str) -> None:
         """Raises Refused."""
         now_s = trio.current_time()
         while self._recent and self._recent[0][0] < now_s - MINUTE_S:
             self._recent.popleft()
-        policy, (group, host) = self._policy, address_groups(host)
+        policy = self._policy
         of_group = [each[2] for each in self._recent if each[1] == group]
         counts = len(self._recent), len(of_group), of_group.count(host)
         limits = policy.requests_per_minute, policy.group_requests_per_minute, policy.host_requests_per_minute

@@ -15,6 +15,7 @@ import trio.testing
 from libp2p.host.autonat.pb.autonat_pb2 import Message
 from multiaddr import Multiaddr
 
+from llmnode.core.address_groups import address_groups
 from llmnode.core.ids import PeerId
 from llmnode.core.peers.nat import Nat, Reach, Reached, Sight, judge
 from llmnode.core.policy import LinkPolicy, ReachPolicy
@@ -296,10 +297,10 @@ async def test_one_address_group_leaves_requests_to_others(block: str) -> None:
         taken = 0
         for number in range(2 * POLICY.requests_per_minute):
             with suppress(DialBackRefused):
-                dial_backs._count(block.format(number))
+                dial_backs._count(*address_groups(block.format(number)))
                 taken += 1
         assert taken <= POLICY.requests_per_minute / 2
-        dial_backs._count("9.9.9.9")
+        dial_backs._count(*address_groups("9.9.9.9"))
 
 
 @in_trio
