@@ -79,6 +79,8 @@ class _Way:
     is_near: bool
     own: PeerId | None = None
     """The node of this machine that has named them. It is one of them if it has an address."""
+    listening: Sequence[str] = ()
+    """Where this node listens, too: it is dialled there, and the invite does not name it."""
 
 
 def find_invited(key: bytes | None, report: Callable[[str], None], *, mdns: bool) -> Found | None:
@@ -94,6 +96,7 @@ def find_invited(key: bytes | None, report: Callable[[str], None], *, mdns: bool
 
 async def _find(key: bytes | None, report: Callable[[str], None], *, mdns: bool) -> Found | None:
     here_alone: Found | None = None
+    report = _each_once(report)  # several nodes of this machine may be in one swarm
     nearby = [partial(_nearby, report)] if mdns and key is None else []
     with trio.move_on_after(FIND_S) as scope:
         for ways in (partial(_own, key), *nearby, partial(_former, key)):
@@ -109,10 +112,21 @@ async def _find(key: bytes | None, report: Callable[[str], None], *, mdns: bool)
     return here_alone
 
 
+def _each_once(report: Callable[[str], None]) -> Callable[[str], None]:
+    told: set[str] = set()
+
+    def report_new(line: str) -> None:
+        if line not in told:
+            told.add(line)
+            report(line)
+
+    return report_new
+
+
 async def _own(key: bytes | None) -> list[_Way]:
     nodes = await _on_disk(partial(running_nodes, key))
     nodes.sort(key=lambda each: widest(each.addresses))  # those that are alike keep their order
-    ways = [_Way(HERE, _by_peer(each.addresses), is_near=False, own=each.peer) for each in nodes]
+    ways = [_Way(HERE, _by_peer(each.addresses), False, each.peer, _usable(each.listening)) for each in nodes]
     return [each for each in ways if each.peers]
 
 
@@ -158,7 +172,7 @@ async def _try(way: _Way, key: bytes | None, report: Callable[[str], None]) -> F
     """None if nobody answers there."""
     from llmnode.swarm.join import join_swarm
 
-    addresses = [address for peer in way.peers for address in peer]
+    addresses = [*way.listening, *(address for peer in way.peers for address in peer)]
     with suppress(PeerError, ConfigError):
         async with join_swarm(addresses, LinkPolicy(), swarm_key=key, is_near=way.is_near) as (pool, swarm):
             return await _look(way, pool, swarm, report)

@@ -12,7 +12,7 @@ import json
 import logging
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
@@ -49,6 +49,8 @@ class NotedNode:
 
     peer: PeerId
     addresses: list[str]
+    listening: list[str] = field(default_factory=list)
+    """Where it listens without announcing it: its machine dials it there, also where a router has no hairpin NAT."""
 
 
 async def note_running(
@@ -69,6 +71,7 @@ async def note_running(
             addresses = [*network.addresses, *contacts][:MOST_ADDRESSES]
             content = {"version": VERSION, "of": swarm_name(swarm_key), "s": began_s, "peer": network.peer}
             content["addresses"] = addresses
+            content["listening"] = [each for each in network.listening if each not in addresses][:MOST_ADDRESSES]
             why = await _failure(partial(_write, network.peer, json.dumps(content)))
             if why and not told:
                 log.info("`llmnode invite` will not find this node: %s", why)
@@ -129,10 +132,13 @@ def _read(file: Path, swarm: str) -> list[tuple[float, NotedNode]]:
         content = json.loads(read_file(file, str(file), MOST_BYTES))
         if (content["version"], content["of"]) != (VERSION, swarm):
             return []
-        addresses = [each for each in content["addresses"] if is_address(each)][:MOST_ADDRESSES]
+        addresses, listening = (
+            [each for each in told if is_address(each)][:MOST_ADDRESSES]
+            for told in (content["addresses"], content.get("listening", []))  # an earlier version has not written it
+        )
         peer = content["peer"]
         is_peer = isinstance(peer, str) and len(peer) <= MOST_PEER_CHARS
-        return [(float(content["s"]), NotedNode(PeerId(peer), addresses))] if is_peer else []
+        return [(float(content["s"]), NotedNode(PeerId(peer), addresses, listening))] if is_peer else []
     except (ConfigError, ValueError, TypeError, KeyError, RecursionError, OverflowError):
         return []
 

@@ -95,6 +95,28 @@ async def test_a_server_on_this_machine_is_found_and_named_with_its_swarm() -> N
 
 
 @in_trio
+async def test_a_node_is_found_on_its_own_machine_though_that_cannot_dial_what_it_announces() -> None:
+    """A router without hairpin NAT does not lead from inside to its own address of the internet."""
+    announced, way_in, lines = "/ip4/11.22.0.1/tcp/4001", Invite(()), list[str]()
+    async with open_relay([LISTEN_ANY_LOOPBACK], [announced], way_in, None) as network, noted(network):
+        found = await inviting._find(None, lines.append, mdns=False)
+        assert found == Found((f"{announced}/p2p/{network.peer}",), (), DialledFrom.INTERNET)
+
+
+@in_trio
+async def test_two_nodes_of_this_machine_in_one_swarm_are_told_in_one_line() -> None:
+    lines: list[str] = []
+    async with exact_node(blocks="0:3") as first, exact_node(blocks="3:6", peers=first.addresses) as second:
+        for node in (first, second):
+            while len(node.swarm.view.announcements()) < 2:
+                await node.swarm.wait_changed()
+            await until_online(node)
+        async with noted(first.network), noted(second.network):
+            assert await inviting._find(None, lines.append, mdns=False)
+    assert lines == [f"found {HERE}: 2 servers of exact (blocks [0, 3), [3, 6))"]
+
+
+@in_trio
 async def test_a_relay_of_a_private_swarm_is_found_by_its_key_alone(tmp_path: Path) -> None:
     key, lines = make_key(tmp_path / "swarm.key"), list[str]()
     async with open_relay([LISTEN_ANY_LOOPBACK], [], Invite((), key), None) as network, noted(network, key):
