@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -14,10 +15,11 @@ from llmnode.core.announcement import Announcement, SignedAnnouncement, SignedBo
 from llmnode.core.policy import SwarmPolicy
 from llmnode.core.span import Span
 from llmnode.core.view import Source
-from llmnode.errors import RemoteProtocolError
+from llmnode.errors import PeerError, RemoteProtocolError
 from llmnode.swarm import membership
 from llmnode.testing import Conditions, Dialogue, check_coverage, open_world, seeds, simulated, simulated_ms
-from llmnode.testing.network import peer_named
+from llmnode.testing.hostile.clients import read_all
+from llmnode.testing.network import MemoryNetwork, peer_named
 from llmnode.testing.world import SimulatedNode
 from llmnode.wire.announcement import sign_announcement
 from unit.grown import sign_grown
@@ -230,3 +232,26 @@ async def test_an_announcement_that_one_node_cannot_read_keeps_no_other_out(
         assert first.swarm.unread > 1
     said = [each.getMessage() for each in caplog.records if "cannot read" in each.getMessage()]
     assert len(said) == 2, "each of the two others says it once"
+
+
+@simulated
+async def test_a_server_that_strangers_have_connect_to_them_keeps_few_of_these_connections() -> None:
+    """A server measures those that may be the next hop, and a connection that it has opened keeps its place."""
+    async with open_world(conditions=FAR) as swarm, trio.open_nursery() as nursery:
+        relay = await swarm.start_relay("relay")
+        node = await swarm.start("server", SPAN, contacts=relay.network.addresses)
+        await node.swarm.meet(*relay.network.addresses)
+
+        async def live(stranger: MemoryNetwork) -> None:
+            async with stranger.accept() as link:
+                with suppress(PeerError):
+                    await read_all(link)
+
+        for number in range(200):
+            stranger = swarm.internet.network(f"stranger {number}", "9.9.9.9")
+            nursery.start_soon(live, stranger)
+            await node.swarm.connect(stranger.addresses)
+            await trio.sleep(0.5)
+        await trio.sleep(10)
+        assert len(node.pool.living()) <= SwarmPolicy().connections
+        nursery.cancel_scope.cancel()

@@ -354,20 +354,20 @@ class Swarm:
     async def _exchange_with_some(self, count: int) -> None:
         """Exchange with `count` connected neighbours, or more of many. If there are few of them, one is new."""
         self._drop_expired()
-        living = self._pool.living()
-        if self._roams and len(living) >= self._policy.neighbours and self._rng.random() < 1 / len(living):
-            await living.pop(self._rng.randrange(len(living))).end()  # make space for another peer
+        living = {each.peer: each for each in self._pool.living()}
+        if self._roams:
+            for peer in self._exchanges.leaving({peer: each.source.group for peer, each in living.items()}):
+                await living.pop(peer).end()
         wanted = self._policy.neighbours if self._roams else 1
         async with trio.open_nursery() as nursery:
             if len(living) < wanted and (addresses := self._stranger(living)):
                 nursery.start_soon(self._try_exchange, addresses)
-            connected = {each.peer: each for each in living}
-            for peer in self._exchanges.take_next(list(connected), count, trio.current_time()):
-                nursery.start_soon(self._try_exchange_with, connected[peer])
+            for peer in self._exchanges.take_next(list(living), count, trio.current_time()):
+                nursery.start_soon(self._try_exchange_with, living[peer])
 
-    def _stranger(self, living: Sequence[PeerConnection]) -> Sequence[str]:
+    def _stranger(self, living: Iterable[PeerId]) -> Sequence[str]:
         """The addresses of a random peer without a link to us. The user's contacts are among the candidates."""
-        known = {connection.peer for connection in living} | {self._network.peer}
+        known = {*living, self._network.peer}
         choices = [each.addresses for each in self.view.announcements() if each.peer not in known and each.addresses]
         contacts = [[each] for each in self.contacts if each.rpartition("/p2p/")[2] not in known]
         return self._rng.choice([*choices, *contacts]) if choices or contacts else []

@@ -1,4 +1,4 @@
-"""The connected peers that a node exchanges views with next. Knows no clock: the time is told.
+"""The connected peers that a node exchanges views with next, and those that it leaves. The time is told.
 
 Strangers may be most of them, and tell nothing. If one were drawn at random, what the others know would expire here. So
 each has its turn before announcements are old, and one that did not answer has to wait.
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from llmnode.core.ids import PeerId
     from llmnode.core.policy import SwarmPolicy
@@ -38,6 +38,22 @@ class Exchanges:
         chosen = chosen[: max(least, min(for_all, policy.exchanges))]
         self._asked_s.update(dict.fromkeys(chosen, now_s))
         return chosen
+
+    def leaving(self, connected: Mapping[PeerId, str]) -> list[PeerId]:
+        """The peers whose connections end now, of those that are `connected`, by their address groups.
+
+        At times one makes space for another peer. Nodes connect to those that they measure, too, which strangers may
+        name without end. Beyond a number of connections, the oldest of the group that has most of them ends.
+        """
+        policy = self._policy
+        groups: dict[str, list[PeerId]] = {}
+        for peer, group in connected.items():
+            groups.setdefault(group, []).append(peer)
+        gone = [max(groups.values(), key=len).pop(0) for _ in range(len(connected) - policy.connections)]
+        left = [peer for peer in connected if peer not in gone]
+        if len(left) >= policy.neighbours and self._rng.random() < 1 / len(left):
+            gone.append(left[self._rng.randrange(len(left))])
+        return gone
 
     def pause_s(self, peers: int) -> float:
         """The pause after some exchanges, with this number of `peers` in the view.

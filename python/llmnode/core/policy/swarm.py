@@ -169,6 +169,9 @@ class SwarmPolicy:
     """News is passed on to this many peers; a quiet exchange goes to one."""
     neighbours: int = 4
     """Links that a node keeps open for exchanges."""
+    connections: int = 64
+    """A node that serves or relays keeps this many connections to others that it has opened, besides those to next
+    hops: an eighth of `BudgetPolicy.connections`. Nobody else has a place of these."""
     exchange_timeout_s: float = 5.0
     farewell_s: float = 1.0
     """A stopping node takes at most this long to say farewell."""

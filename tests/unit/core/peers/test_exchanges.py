@@ -43,3 +43,24 @@ def test_with_a_crowd_in_its_view_a_node_exchanges_as_much_less_often_and_never_
         assert POLICY.news_every_s <= pause_s <= POLICY.exchange_every_s
         assert peers / pause_s <= most * 1.001 or pause_s == POLICY.exchange_every_s
     assert exchanges.pause_s(POLICY.news_peers) == POLICY.news_every_s
+
+
+def test_connections_that_one_address_group_has_us_open_are_bounded_and_those_of_others_stay() -> None:
+    policy = SwarmPolicy()
+    exchanges = Exchanges(policy, random.Random(1))
+    honest = {PeerId(f"honest {number}"): f"group {number}" for number in range(policy.neighbours)}
+    connected = honest | {PeerId(f"sybil {number}"): "stranger" for number in range(500)}
+    surplus = len(connected) - policy.connections
+    gone = exchanges.leaving(connected)
+    assert gone[:surplus] == [f"sybil {number}" for number in range(surplus)], "the oldest of that group"
+    assert len(gone) <= surplus + 1
+
+
+def test_few_connections_stay_but_for_one_at_times() -> None:
+    policy = SwarmPolicy()
+    exchanges = Exchanges(policy, random.Random(1))
+    connected = {PeerId(f"peer {number}"): "group" for number in range(policy.connections)}
+    gone = [len(exchanges.leaving(connected)) for _ in range(1000)]
+    assert set(gone) == {0, 1} and sum(gone) < 50
+    few = dict(list(connected.items())[: policy.neighbours - 1])
+    assert not any(exchanges.leaving(few) for _ in range(1000))
