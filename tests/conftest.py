@@ -6,10 +6,13 @@ import gc
 import os
 import signal
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import pytest
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from bench.kit.exact import Reference
     from llmnode.models.sources.folder import ModelFolder
 
@@ -25,6 +28,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("daily"):
                 item.add_marker(pytest.mark.skip(reason="for the daily run: LLMNODE_SEEDS_TIMES is not set"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The servers of tests leave no peers, speeds or forecasts with those of the user's own commands."""
+    from process.own_cache import cache_of_models
+
+    own = cache_of_models(tmp_path_factory.mktemp("cache"))
+    with patch.dict(os.environ, {"LLMNODE_CACHE": str(own)}):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""A cache folder for one test: with this machine's models, and without the peers that it remembers or runs."""
+"""Cache folders of tests: with this machine's models, and without what its user's commands remember."""
 
 from __future__ import annotations
 
@@ -10,6 +10,18 @@ from llmnode.swarm.own_nodes import FOLDER
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+MADE = ("models", "quantized", "digests", "hub", "blueprints", "torchinductor")
+"""Takes long to make, and is the same for everybody."""
+
+
+def cache_of_models(folder: Path) -> Path:
+    """Links in `folder` what this machine's cache has made out of models. Tests put there what they make of models."""
+    for name in MADE:
+        made = cache_folder(name)
+        made.mkdir(parents=True, exist_ok=True)
+        (folder / name).symlink_to(made)
+    return folder
 
 
 def cache_without_peers(folder: Path) -> Path:
