@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from llmnode.core.peers.nat import Reached
+from llmnode.core.peers.whereabouts import peer_of
 from llmnode.core.policy import ClientPolicy, LinkPolicy, SwarmPolicy
 from llmnode.core.span import Span
 from llmnode.errors import ConfigError, ModelError, PeerError, PeerRefused, single_error
@@ -233,15 +234,15 @@ async def check_peers(doctor: Doctor, model: ModelInfo | None) -> None:
     described: dict[str, Description] = {}
     async with AsyncExitStack() as stack:
         # One network has one connection to a peer, whatever its addresses: each address of a peer gets another.
-        peers = Counter(address.rpartition("/p2p/")[2] for address in addresses)
+        peers = Counter(peer_of(address) for address in addresses)
         networks = [
             await stack.enter_async_context(open_network([], LinkPolicy(), swarm_key=doctor.config.to.key))
             for _ in range(max(peers.values()))
         ]
         async with trio.open_nursery() as nursery:
             for address in addresses:
-                peers[address.rpartition("/p2p/")[2]] -= 1
-                network = networks[peers[address.rpartition("/p2p/")[2]]]
+                peers[peer_of(address)] -= 1
+                network = networks[peers[peer_of(address)]]
                 nursery.start_soon(_check_peer, doctor, network, address, reached, failures, described)
     doctor.found(*check_named(described))
     if len(failures) == len(addresses):  # a node goes on with those that answer

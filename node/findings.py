@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from llmnode.core.peers.absence import explain_absence
 from llmnode.core.peers.clocks import CLOCK_FIX, judge_clocks
+from llmnode.core.peers.whereabouts import peer_of
 from llmnode.core.placement.precisions import describe_gaps, served_precisions
 from llmnode.core.span import Span
 from llmnode.core.view import online
@@ -89,7 +90,7 @@ def check_named(described: Mapping[str, Description]) -> list[Finding]:
     findings: list[Finding] = []
     first: dict[str, str] = {}
     for address, answer in described.items():
-        before = described[known := first.setdefault(address.rpartition("/p2p/")[2], address)]
+        before = described[known := first.setdefault(peer_of(address), address)]
         if any(getattr(before, what) != getattr(answer, what) for what in ("model_digest", "span_start", "span_end")):
             text = f"two nodes use one identity: {known} and {address}"
             findings.append(Finding("double", WARNING, text, DOUBLE_FIX))

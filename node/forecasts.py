@@ -18,7 +18,7 @@ from llmnode.core.ids import PeerId
 from llmnode.core.server_figures import error_of
 from llmnode.core.user_input import read_file
 from llmnode.errors import ConfigError
-from llmnode.machine.cache_disk import in_time
+from llmnode.machine.cache_disk import in_time, in_time_or
 from llmnode.machine.cache_folder import alone_with, cache_folder, write_in_cache
 from llmnode.node.text import counted
 from llmnode.swarm.membership import wall_clock_ms
@@ -99,11 +99,7 @@ async def read_forecasts(swarm_key: bytes | None) -> Forecasts:
     def read() -> Forecasts:
         return Forecasts(_read(), {each.peer for each in running_nodes(swarm_key)})
 
-    try:
-        return await in_time(read)
-    except TimeoutError as error:
-        log.info("no forecasts are shown: %s", error)
-        return NO_FORECASTS
+    return await in_time_or(read, NO_FORECASTS, "no forecasts are shown")
 
 
 @dataclass(frozen=True, slots=True)

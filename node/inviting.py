@@ -6,24 +6,25 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import trio
 
 from llmnode.core.announcement import PeerState
 from llmnode.core.ids import PeerId
 from llmnode.core.peers.invited import Candidate, DialledFrom, candidate, choose_invited, reach_of, widest
-from llmnode.core.peers.whereabouts import in_turns, votes
+from llmnode.core.peers.whereabouts import in_turns, peer_of, votes
 from llmnode.core.policy import JoinPolicy, LinkPolicy
 from llmnode.errors import ConfigError, PeerError, single_error
-from llmnode.machine.cache_disk import in_time
+from llmnode.machine.cache_disk import in_time_or
 from llmnode.models.names import name_elsewhere
 from llmnode.node.asking import look_at
 from llmnode.node.stopping import run_async
 from llmnode.node.text import counted
-from llmnode.swarm.former_peers import FormerPeers, peer_of
+from llmnode.swarm.former_peers import FormerPeers
 from llmnode.swarm.found_nearby import describe, find_nearby
-from llmnode.swarm.own_nodes import running_nodes
+from llmnode.swarm.own_nodes import NotedNode, running_nodes
+from llmnode.swarm.remembering import NOT_RECALLED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
     from llmnode.core.announcement import Announcement
     from llmnode.swarm.membership import Swarm
     from llmnode.swarm.pool import ConnectionPool
-
-T = TypeVar("T")
 
 LOOK_S = 6.0
 """Servers that answer later are not named: the invite is to be of use at once."""
@@ -124,7 +123,8 @@ def _each_once(report: Callable[[str], None]) -> Callable[[str], None]:
 
 
 async def _own(key: bytes | None) -> list[_Way]:
-    nodes = await _on_disk(partial(running_nodes, key))
+    none = list[NotedNode]()
+    nodes = await in_time_or(partial(running_nodes, key), none, "no node of this machine is known")
     nodes.sort(key=lambda each: widest(each.addresses))  # those that are alike keep their order
     ways = [_Way(HERE, _by_peer(each.addresses), False, each.peer, _usable(each.listening)) for each in nodes]
     return [each for each in ways if each.peers]
@@ -138,20 +138,14 @@ async def _nearby(report: Callable[[str], None]) -> list[_Way]:
 
 
 async def _former(key: bytes | None) -> list[_Way]:
-    swarms = (await _on_disk(partial(FormerPeers((), key).swarms, time.time())))[:MOST_FORMER_SWARMS]
+    read, none = partial(FormerPeers((), key).swarms, time.time()), list[list[list[str]]]()
+    swarms = await in_time_or(read, none, NOT_RECALLED)
     at_once = JoinPolicy().former_at_once
     parts: list[list[list[str]]] = []
-    for swarm in swarms:
+    for swarm in swarms[:MOST_FORMER_SWARMS]:
         peers = _by_peer(address for peer in swarm for address in peer)
         parts += [peers[first : first + at_once] for first in range(0, len(peers), at_once)]
     return [_Way(FORMER, peers, is_near=True) for peers in parts]
-
-
-async def _on_disk(work: Callable[[], list[T]]) -> list[T]:
-    """The result of `work` on the cache; nothing if the disk hangs."""
-    with suppress(TimeoutError):
-        return await in_time(work)
-    return []
 
 
 async def _try_aloud(way: _Way, key: bytes | None, report: Callable[[str], None]) -> Found | None:
@@ -191,7 +185,7 @@ async def _look(way: _Way, pool: ConnectionPool, swarm: Swarm, report: Callable[
     connected = swarm.connected_in()
     named: dict[str, Candidate] = {}
     for addresses in way.peers:
-        peer = PeerId(peer_of(addresses[0]))
+        peer = peer_of(addresses[0])
         if peer in connected:  # mDNS has the address in this network, and the peer may announce others before it
             announces = announced[peer].addresses if peer in announced else ()
             stranger = candidate((*addresses, *announces), connected[peer])
@@ -215,7 +209,7 @@ def _ours(way: _Way, serving: Collection[PeerId]) -> list[PeerId]:
     """
     if way.is_near:
         return []
-    named = [PeerId(peer_of(each[0])) for each in way.peers]
+    named = [peer_of(each[0]) for each in way.peers]
     if way.own is not None and way.own in serving:
         return [way.own]
     return [each for each in named if each in serving]

@@ -34,9 +34,10 @@ BlockRates: TypeAlias = Callable[[ModelInfo, Sequence[Precision]], Awaitable[Map
 
 async def choose_blocks(blocks: str, model: ModelInfo, source: WorkerSource, swarm: Swarm | None) -> Span:
     """The blocks that were asked for; of a number of them, those that the swarm, if there is one, needs most."""
-    if ":" in blocks:
-        return parse_span(blocks, model.blocks)
-    length = int(blocks) if blocks != AUTO else await source.fitting_blocks()
+    asked = _asked(blocks, model)
+    if isinstance(asked, Span):
+        return asked
+    length = await source.fitting_blocks() if asked is None else asked
     servers = [] if swarm is None else await servers_of(model, swarm)
     return choose_span(length, block_speeds(model.blocks, servers))
 
@@ -56,7 +57,8 @@ async def choose_precision(
     allowed = [each for each in servers if wish.allows(each)]
     if not allowed:
         return model.precision, f"{model.precision.name}: nobody serves {model.name} yet, and it suits this device"
-    found = _holding(blocks, model, await source.candidates(list(dict.fromkeys([model.precision, *allowed]))))
+    asked = _asked(blocks, model)
+    found = _holding(asked, await source.candidates(list(dict.fromkeys([model.precision, *allowed]))))
     if not found:
         return model.precision, f"{model.precision.name}: it suits this device, which cannot compute as the swarm does"
     of_interest = {EXACT, *(each.precision for each in found)}  # paces are shares of the speed in float32
@@ -64,7 +66,7 @@ async def choose_precision(
     candidates, unit_tokens_per_s = paced(found, rates, chain.from_iterable(servers.values()))
     backers = Backers(model, wish, swarm, lambda: online(swarm.view.of_model(model.digest)))
     met = await backers.answering({each.precision for each in candidates}, RoutePolicy().connect_timeout_s)
-    span = parse_span(blocks, model.blocks) if ":" in blocks else None
+    span = asked if isinstance(asked, Span) else None
     prospects = prospects_of(model.blocks, candidates, servers, met, unit_tokens_per_s, span)
     chosen = choose_own(prospects)
     return chosen.precision, describe_own(chosen, prospects)
@@ -83,11 +85,18 @@ def _by_precision(model: ModelInfo, swarm: Swarm) -> dict[Precision, list[Placed
     return servers
 
 
-def _holding(blocks: str, model: ModelInfo, found: Sequence[Candidate]) -> list[Candidate]:
+def _asked(blocks: str, model: ModelInfo) -> Span | int | None:
+    """The value of --blocks: the blocks, or their number; None for as many as fit. Raises ConfigError."""
+    if ":" in blocks:
+        return parse_span(blocks, model.blocks)
+    return None if blocks == AUTO else int(blocks)
+
+
+def _holding(asked: Span | int | None, found: Sequence[Candidate]) -> list[Candidate]:
     """The candidates with the number of blocks that was asked for. If there is memory in none, a load will say so."""
-    if blocks == AUTO:
+    if asked is None:
         return list(found)
-    length = len(parse_span(blocks, model.blocks)) if ":" in blocks else int(blocks)
+    length = len(asked) if isinstance(asked, Span) else asked
     return [replace(each, blocks=length) for each in found if each.blocks >= length] or [
         replace(each, blocks=length) for each in found
     ]

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeVar
@@ -23,10 +23,11 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeVar
 import trio
 
 from llmnode.core.model import ModelInfo
+from llmnode.core.span import parse_span
 from llmnode.core.speed import LATEST, SHARED_SESSIONS, ComputeSpeed, believed, is_doubtful
 from llmnode.core.user_input import read_file
 from llmnode.errors import ConfigError
-from llmnode.machine.cache_disk import in_time
+from llmnode.machine.cache_disk import in_time_or
 from llmnode.machine.cache_folder import alone_with, cache_folder, write_in_cache
 from llmnode.node.serve.speed import first_step, is_short_of_kv, measure_compute
 from llmnode.ports import Worker
@@ -45,6 +46,7 @@ T = TypeVar("T")
 Measure: TypeAlias = Callable[[Worker, ModelInfo], Awaitable[ComputeSpeed]]
 Entries: TypeAlias = dict[str, list[dict[str, Any]]]  # Any: JSON
 
+UNKNOWN = "the speed of this machine is neither read nor remembered"
 FILE = "speeds.json"
 VERSION = 3
 MOST = 256
@@ -56,7 +58,6 @@ NOTE_S = 3600.0
 """A server that is killed loses what it has observed in this time."""
 FASTEST = 1e12
 """No rate in the file is higher."""
-_SPAN = re.compile("([0-9]{1,6}):([0-9]{1,6})", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +77,12 @@ class SpeedCache:
             if is_short_of_kv(worker, model):
                 return await measure(worker, model)
             key = self._key(model, worker.span)
-            if (known := await _in_time(partial(self.read, key), None)) is not None:
+            if (known := await in_time_or(partial(self.read, key), None, UNKNOWN)) is not None:
                 await first_step(worker, model)
                 return known
             speed = await measure(worker, model)
             if keeps and speed.decode_tokens_per_s:
-                speed = await _in_time(partial(self.keep, key, speed), speed)
+                speed = await in_time_or(partial(self.keep, key, speed), speed, UNKNOWN)
             return speed
 
         return measure_or_read
@@ -99,7 +100,7 @@ class SpeedCache:
                 return
             noted = speed, speed.since.decodes
             key = self._key(model, speed.span)
-            await _in_time(partial(self.keep, key, observed, is_observed=True), observed)
+            await in_time_or(partial(self.keep, key, observed, is_observed=True), observed, UNKNOWN)
 
         try:
             while True:
@@ -130,7 +131,7 @@ class SpeedCache:
 
         The span that was measured last tells them.
         """
-        return await _in_time(partial(self._block_rates, model, precisions), {})
+        return await in_time_or(partial(self._block_rates, model, precisions), {}, UNKNOWN)
 
     def _block_rates(self, model: ModelInfo, precisions: Sequence[Precision]) -> Mapping[Precision, float]:
         entries = self._entries()
@@ -142,14 +143,11 @@ class SpeedCache:
         found: list[tuple[int, float]] = []
         for key, latest in entries.items():
             is_ours = key.startswith(before) and key.endswith(after)
-            if (
-                is_ours
-                and (measured := _measured(latest))
-                and (span := _SPAN.fullmatch(key[len(before) : -len(after)]))
-            ):
-                start, end = map(int, span.groups())
-                rate = believed(_speeds(measured)).shared_tokens_per_s
-                found.append((measured[0]["at_ms"], rate * (end - start)))
+            if is_ours and (measured := _measured(latest)):
+                with suppress(ConfigError):
+                    span = parse_span(key[len(before) : -len(after)], model.blocks)
+                    rate = believed(_speeds(measured)).shared_tokens_per_s
+                    found.append((measured[0]["at_ms"], rate * len(span)))
         return max(found, default=(0, 0.0))[1]
 
     def keep(self, key: str, speed: ComputeSpeed, *, is_observed: bool = False) -> ComputeSpeed:
@@ -190,15 +188,6 @@ class SpeedCache:
 def _write(file: Path, entries: Entries) -> None:
     latest = sorted(entries, key=lambda each: -entries[each][0]["at_ms"])[:MOST]
     write_in_cache(file, json.dumps({"version": VERSION, "speeds": {each: entries[each] for each in latest}}))
-
-
-async def _in_time(work: Callable[[], T], otherwise: T) -> T:
-    """The result of `work` on the file; `otherwise` if the disk hangs, which is logged."""
-    try:
-        return await in_time(work)
-    except TimeoutError as error:
-        log.info("the speed of this machine is neither read nor remembered: %s", error)
-        return otherwise
 
 
 def _measured(latest: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:  # Any: JSON

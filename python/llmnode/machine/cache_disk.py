@@ -6,6 +6,7 @@ time. While one hangs, further work fails at once. Otherwise each attempt would 
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
@@ -14,6 +15,7 @@ import trio
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 DISK_S = 2.0
@@ -43,6 +45,15 @@ async def in_time(work: Callable[[], T]) -> T:
             return result
     disk.has_hung = True
     raise TimeoutError(f"the cache has not answered in {DISK_S:g} s")
+
+
+async def in_time_or(work: Callable[[], T], otherwise: T, without: str) -> T:
+    """The result of `work`; `otherwise` if the disk hangs. Then the log says what the program goes on `without`."""
+    try:
+        return await in_time(work)
+    except TimeoutError as error:
+        log.info("%s: %s", without, error)
+        return otherwise
 
 
 def _disk() -> _Disk:

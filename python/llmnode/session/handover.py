@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
+from llmnode.core.peers.whereabouts import peer_of
 from llmnode.core.route import Hop
 from llmnode.core.span import Span
 from llmnode.errors import ConfigError, LocalProtocolError, PeerError, PeerRefused, PeerUnreachable
@@ -122,7 +123,7 @@ async def reach_hops(finder: PeerFinder, saved: SavedSession) -> Mapping[PeerId,
     connections: dict[PeerId, PeerConnection] = {}
 
     async def reach(peer: PeerId) -> None:
-        had = [address for address in saved.contacts if address.rpartition("/p2p/")[2] == peer]
+        had = [address for address in saved.contacts if peer_of(address) == peer]
         try:
             with trio.fail_after(finder.policy.route.connect_timeout_s):
                 connections[peer] = await finder.pool.connect(known.get(peer) or had)

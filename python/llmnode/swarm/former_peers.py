@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from llmnode.core.peers.dial_gate import PUBLIC, scope_of
+from llmnode.core.peers.whereabouts import peer_of
 from llmnode.core.policy import JoinPolicy
 from llmnode.core.user_input import read_file
 from llmnode.errors import ConfigError
@@ -135,11 +136,6 @@ class FormerPeers:
     def _within_limits(self, peers: Iterable[object]) -> list[list[str]]:
         known = ([address for address in each if is_address(address)] for each in peers if isinstance(each, Sequence))
         return [each[: self._policy.former_addresses] for each in known if each][: self._policy.former_peers]
-
-
-def peer_of(address: str) -> str:
-    """The id of the peer at an address."""
-    return address.rpartition("/p2p/")[2]
 
 
 def swarm_name(swarm_key: bytes | None) -> str:

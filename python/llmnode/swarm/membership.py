@@ -22,10 +22,10 @@ from llmnode.core.ids import PeerId
 from llmnode.core.own_announcements import OwnAnnouncements
 from llmnode.core.peers.clocks import Clocks
 from llmnode.core.peers.exchanges import Exchanges
+from llmnode.core.peers.whereabouts import peer_of
 from llmnode.core.view import Source, View, is_news
 from llmnode.errors import ConfigError, PeerError, RemoteProtocolError
 from llmnode.swarm.entering import enter
-from llmnode.swarm.former_peers import peer_of
 from llmnode.swarm.old_forms import OldForms
 from llmnode.swarm.peer_connection import source_of
 from llmnode.swarm.view_exchange import READ_AT_ONCE, ViewExchange, with_pauses
@@ -76,7 +76,7 @@ class Swarm:
         roams: bool = True,
     ) -> None:
         self._rng = rng or random.Random()
-        self.view = View(policy, {network.peer, *(PeerId(peer_of(each)) for each in contacts)}, self._rng)
+        self.view = View(policy, {network.peer, *(peer_of(each) for each in contacts)}, self._rng)
         self._view_exchange = ViewExchange(self.view, policy, now_ms, OldForms(network.verify, policy.view_peers))
         self._clocks = Clocks(policy)
         self._exchanges = Exchanges(policy, self._rng)
@@ -369,7 +369,7 @@ class Swarm:
         """The addresses of a random peer without a link to us. The user's contacts are among the candidates."""
         known = {*living, self._network.peer}
         choices = [each.addresses for each in self.view.announcements() if each.peer not in known and each.addresses]
-        contacts = [[each] for each in self.contacts if each.rpartition("/p2p/")[2] not in known]
+        contacts = [[each] for each in self.contacts if peer_of(each) not in known]
         return self._rng.choice([*choices, *contacts]) if choices or contacts else []
 
     async def _try_exchange(self, addresses: Sequence[str]) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from llmnode.core.ids import PeerId
+from llmnode.core.peers.whereabouts import peer_of
 from llmnode.core.policy import PoolPolicy
 from llmnode.errors import ConfigError, PeerError, PeerUnreachable, SessionClosed, single_error
 from llmnode.swarm.peer_connection import open_connection
@@ -83,7 +84,7 @@ class ConnectionPool:
         """
         if not addresses:
             raise PeerUnreachable("it names no address: it is reached through relays alone, and has lost them")
-        peer = PeerId(addresses[0].rpartition("/p2p/")[2])
+        peer = peer_of(addresses[0])
         asked_s = trio.current_time()
         await trio.lowlevel.checkpoint()
         if self._nursery.cancel_scope.cancel_called:

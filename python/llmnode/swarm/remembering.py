@@ -5,7 +5,6 @@ The disk may hang (`machine/cache_disk.py`): the node then goes on without them.
 
 from __future__ import annotations
 
-import logging
 import time
 from functools import partial
 from typing import TYPE_CHECKING
@@ -14,7 +13,7 @@ import trio
 
 from llmnode.core.announcement import PeerState
 from llmnode.core.policy import JoinPolicy
-from llmnode.machine.cache_disk import in_time
+from llmnode.machine.cache_disk import in_time_or
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,16 +22,12 @@ if TYPE_CHECKING:
     from llmnode.swarm.former_peers import FormerPeers
     from llmnode.swarm.membership import Swarm
 
-log = logging.getLogger(__name__)
+NOT_RECALLED = "no peers of former runs are known"
 
 
 async def recall(known: FormerPeers) -> list[list[str]]:
     """The addresses of each peer of former runs; none if the disk hangs."""
-    try:
-        return await in_time(partial(known.read, time.time()))
-    except TimeoutError as error:
-        log.info("no peers of former runs are known: %s", error)
-        return []
+    return await in_time_or(partial(known.read, time.time()), [], NOT_RECALLED)
 
 
 async def remember(swarm: Swarm, known: FormerPeers, policy: JoinPolicy | None = None) -> NoReturn:
@@ -48,10 +43,7 @@ async def remember(swarm: Swarm, known: FormerPeers, policy: JoinPolicy | None =
 
 
 async def _write(known: FormerPeers, swarm: Swarm) -> None:
-    try:
-        await in_time(partial(known.write, _peers(swarm), time.time()))
-    except TimeoutError as error:
-        log.info("the peers of this run are not remembered: %s", error)
+    await in_time_or(partial(known.write, _peers(swarm), time.time()), None, "the peers of this run are not remembered")
 
 
 def _peers(swarm: Swarm) -> list[Sequence[str]]:

@@ -19,6 +19,7 @@ import trio
 from llmnode.core.budget import Budget, Resource, Worth
 from llmnode.core.ids import PeerId
 from llmnode.core.peers.dial_gate import DialGate
+from llmnode.core.peers.whereabouts import peer_of
 from llmnode.core.policy import LinkPolicy
 from llmnode.errors import ConfigError, PeerUnreachable
 from llmnode.testing.conditions import Conditions
@@ -314,11 +315,6 @@ class MemoryNetwork(Endpoint):
             link.own.links.append(link)
             link.keep_alive()
         return ours
-
-
-def peer_of(address: str) -> PeerId:
-    """The peer whose address it is."""
-    return PeerId(address.rpartition("/p2p/")[2])
 
 
 def _signature(peer: PeerId, message: bytes) -> bytes:

@@ -14,6 +14,7 @@ import trio
 from bench.churn.slowed import VARIABLE
 from bench.kit.child import as_program
 from llmnode.core.ids import PeerId
+from llmnode.core.peers.whereabouts import peer_of
 from llmnode.node.processes import ServerDied
 from llmnode.node.settings import without_settings
 
@@ -43,7 +44,7 @@ class Server:
 
     @property
     def peer(self) -> PeerId:
-        return PeerId(self.address.rpartition("/p2p/")[2])
+        return peer_of(self.address)
 
     @property
     def lives(self) -> bool:

@@ -24,6 +24,7 @@ from bench.failures.starved import SIGNAL
 from bench.kit.child import as_program
 from bench.kit.proxy import open_proxies
 from llmnode.core.ids import PeerId
+from llmnode.core.peers.whereabouts import peer_of
 from llmnode.core.span import split_evenly
 from llmnode.node.processes import START_TIMEOUT_S, STOP_TIMEOUT_S, ServerDied
 from llmnode.node.settings import without_settings
@@ -71,7 +72,7 @@ class Replica:
 
     @property
     def peer(self) -> PeerId:
-        return PeerId(self.address.rpartition("/p2p/")[2])
+        return peer_of(self.address)
 
     @property
     def answers(self) -> bool:

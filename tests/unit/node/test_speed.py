@@ -210,7 +210,7 @@ def test_the_speed_of_a_block_is_known_by_whatever_span_was_measured_last(
 ) -> None:
     cache, now_ms = SpeedCache("cuda:0, 4 threads", tmp_path / "speeds.json"), wall_clock_ms()
     other = replace(MODEL, precision=Precision("bfloat16"))
-    for days, (span, model) in enumerate([("0:4", MODEL), ("2:5", MODEL), ("0:1", other)]):
+    for days, (span, model) in enumerate([("0:4", MODEL), ("1:4", MODEL), ("0:1", other)]):
         at_ms = now_ms + days * AGAIN_MS
         monkeypatch.setattr("llmnode.node.serve.speed_cache.wall_clock_ms", lambda at_ms=at_ms: at_ms)
         cache.keep(cache.key(model, span), ComputeSpeed(10.0, 20.0, 30.0))

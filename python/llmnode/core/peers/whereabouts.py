@@ -21,18 +21,23 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from llmnode.core.address_groups import address_groups
+from llmnode.core.ids import PeerId
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from llmnode.core.announcement import Announcement
-    from llmnode.core.ids import PeerId
 
 CIRCUIT = "/p2p-circuit"
 """The part of a multiaddr between those of a relay and of the peer behind it."""
 RELAYED = "behind relays"
 NOWHERE = "at no IP address"
 """Peers that announce names alone, or nothing, are one group, too."""
+
+
+def peer_of(address: str) -> PeerId:
+    """The id of the peer at a multiaddr, which ends in it."""
+    return PeerId(address.rpartition("/p2p/")[2])
 
 
 @lru_cache(maxsize=4096)
