@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from llmnode.core.address_groups import address_groups
 from llmnode.core.errors import LocalProtocolError
+from llmnode.core.rates import Rates
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -65,6 +66,13 @@ OF_MEMORY = {Resource.MEMORY, Resource.WINDOWS, Resource.PUSHES, Resource.LOGS}
 """For these a connection that we have opened may be dropped as any other."""
 
 
+SEARCHES_IN_VAIN = 16
+"""An address group may look this often at once for a connection to evict, and find none: a look at some hundred takes a
+millisecond, and all links of a stranger that has used up its share may wait for memory."""
+CHANGES_FOR_SEARCH = 32
+"""Then it may do so once more each time that this number of reservations were made or given back, by anybody."""
+
+
 class Worth(IntEnum):
     """How much a connection is worth to us when there are too many.
 
@@ -84,8 +92,10 @@ class Scope:
         "_children",
         "_limits",
         "_outside",
+        "_searches",
         "_shared",
         "_watchers",
+        "changes",
         "held",
         "is_closed",
         "is_shared",
@@ -116,6 +126,10 @@ class Scope:
         self._limits = limits
         self._children: dict[Scope, None] = {}
         self._shared: dict[str, Scope] = {}
+        self.changes = 0
+        """The reservations that were made or given back, if it contains all others."""
+        self._searches = Rates(SEARCHES_IN_VAIN, 1 / CHANGES_FOR_SEARCH) if parent is None else None
+        """Those in vain, by address groups. Its clock counts changes."""
         self._watchers: dict[Callable[[], None], None] = {}
 
     def __repr__(self) -> str:
@@ -169,6 +183,7 @@ class Scope:
                 return scope
         for scope in around:
             scope.held[resource] += amount
+        scope.changes += 1
         return None
 
     def release(self, resource: Resource, amount: int) -> None:
@@ -182,6 +197,7 @@ class Scope:
         widest = self
         for widest in self._outside:
             widest.held[resource] -= amount
+        widest.changes += 1
         if widest._watchers:
             widest._note_release()
 
@@ -198,10 +214,20 @@ class Scope:
         `has_waited` says that it has waited for others to give something back, and now takes it.
         """
         while (full := self.reserve(resource, amount)) is not None:
-            if full.is_closed or (evicted := choose_victim(full, self, resource, has_waited=has_waited)) is None:
+            if full.is_closed or (evicted := self._victim(full, resource, has_waited=has_waited)) is None:
                 return False
             evicted.evict()
         return True
+
+    def _victim(self, full: Scope, resource: Resource, *, has_waited: bool) -> Scope | None:
+        """The one that `choose_victim` names, if it was not asked too often in vain."""
+        widest, group = self.around[-1], self.of_kind(Kind.GROUP)
+        searches, key = widest._searches, ("" if group is None else group.name, resource)
+        if searches is None or (not has_waited and searches.wait_s(key, widest.changes)):
+            return None
+        if (victim := choose_victim(full, self, resource, has_waited=has_waited)) is None:
+            searches.count(key, widest.changes)
+        return victim
 
     def take_all(self, wanted: Mapping[Resource, int]) -> bool:
         """Take each of them, or none."""
@@ -256,6 +282,7 @@ class Scope:
         for scope in self._outside:
             scope.held.subtract(held)
         parent, widest = self._outside[0], self._outside[-1]
+        widest.changes += 1
         if widest._watchers:
             widest._note_release()
         parent._children.pop(self, None)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 from functools import partial
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from llmnode.core import budget
 from llmnode.core.account import Account
 from llmnode.core.address_groups import address_groups
 from llmnode.core.budget import (
@@ -443,3 +445,40 @@ def test_every_limit_is_no_narrower_than_that_of_a_scope_within() -> None:
     for outer, inner in itertools.pairwise(kinds):
         for resource in outer.keys() & inner.keys():
             assert inner[resource] <= outer[resource]
+
+
+def test_links_that_wait_for_memory_search_seldom_and_others_still_find_what_makes_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A stranger may have a hundred, and each look at all of them took a millisecond."""
+    looks = 0
+
+    def counted(*asked: Any, **more: Any) -> Scope | None:
+        nonlocal looks
+        looks += 1
+        return choose_victim(*asked, **more)
+
+    monkeypatch.setattr(budget, "choose_victim", counted)
+    whole = Budget(policy := BudgetPolicy())
+    accounts = []
+    for number in range(64):
+        connection = whole.connection("8.8.8.8", PeerId(f"sybil {number}"))
+        connection.worth = Worth.LINK
+        accounts.append(Account(connection.open(Kind.LINK, "link"), Resource.MEMORY))
+    share = int(policy.group_share * policy.memory_bytes) // len(accounts)  # as much for each: none is larger
+    assert all(each.resize(share) for each in accounts)
+    looks = 0
+    for _ in range(80):
+        assert not any(each.resize(2 * share) for each in accounts)
+    assert looks <= budget.SEARCHES_IN_VAIN
+    assert not accounts[0].resize(2 * share, has_waited=True)
+    assert looks <= budget.SEARCHES_IN_VAIN + 1, "one that has waited looks for itself"
+    rest = whole.process.limit(Resource.MEMORY) or 0
+    assert whole.process.open(Kind.PEER, "the rest").reserve(Resource.MEMORY, rest - 64 * share) is None
+    honest = whole.connection("9.9.9.9", PeerId("honest"))
+    assert honest.take(Resource.MEMORY, 1)
+    for _ in range(budget.CHANGES_FOR_SEARCH):
+        honest.release(Resource.MEMORY, 0)
+    before = looks
+    assert not any(each.resize(2 * share) for each in accounts if not each.scope.is_closed)
+    assert looks <= before + 2
