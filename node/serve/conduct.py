@@ -40,6 +40,11 @@ COUNTED_OPEN = 3.0
 OPENINGS = frozenset({FrameType.OPEN, FrameType.NEIGHBOURS, FrameType.CLOSE})
 """A session opens and ends with these."""
 
+NO_MEMORY_S = 0.25
+"""A request that there is no memory for is refused after this time. Meanwhile no other frame of its link is read: a
+stranger that has used up its memory could have requests without end refused.
+"""
+
 LOOK_S = 0.1
 """The server looks this often which groups have work: it may have thousands of sessions."""
 
@@ -130,6 +135,7 @@ class Conduct:
 async def _wait(turns: Turns, link: Link, size_bytes: int, amount: float) -> None:
     """Raises PeerRefused without memory for a frame of this size, which waits."""
     if not link.scope.take(Resource.MEMORY, size_bytes):
+        await trio.sleep(NO_MEMORY_S)
         raise PeerRefused(RefusalCode.BUSY, "your address has asked for much, and no memory is left meanwhile")
     try:
         await turns.wait((link.group, link.peer), amount)

@@ -465,7 +465,7 @@ def test_links_that_wait_for_memory_search_seldom_and_others_still_find_what_mak
         connection = whole.connection("8.8.8.8", PeerId(f"sybil {number}"))
         connection.worth = Worth.LINK
         accounts.append(Account(connection.open(Kind.LINK, "link"), Resource.MEMORY))
-    share = int(policy.group_share * policy.memory_bytes) // len(accounts)  # as much for each: none is larger
+    share = int(policy.group_share * policy.memory_bytes) // len(accounts)  # none is larger than another
     assert all(each.resize(share) for each in accounts)
     looks = 0
     for _ in range(80):

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, cast
 import pytest
 import trio
 
-from llmnode.core.budget import Budget, Resource
+from llmnode.core.budget import Budget, Kind, Resource
 from llmnode.core.ids import PeerId
 from llmnode.core.policy import BudgetPolicy, ServePolicy
-from llmnode.node.serve.conduct import COUNTED_OPEN, LOOK_S, OPENINGS, Conduct
+from llmnode.errors import PeerRefused
+from llmnode.node.serve.conduct import COUNTED_OPEN, LOOK_S, NO_MEMORY_S, OPENINGS, Conduct
 from llmnode.testing import simulated
 from llmnode.wire.frame import Frame, FrameType
 
@@ -83,3 +84,21 @@ async def test_a_server_looks_now_and_then_for_whom_it_works() -> None:
 
     took_s = await flood_s(Conduct(POLICY, look), FrameType.OPEN)
     assert 1 <= len(looks) <= 1 + took_s / LOOK_S
+
+
+@simulated
+async def test_requests_without_end_for_which_there_is_no_memory_are_refused_slowly() -> None:
+    """Each was refused at once: a stranger that had used up its memory had thousands a second refused."""
+    conduct, budget = Conduct(POLICY), Budget(BudgetPolicy())
+    connection = budget.connection("8.8.8.8", PeerId("p"))
+    link = cast("Link", SimpleNamespace(group=OWN, peer=PeerId("p"), scope=connection))
+    group = connection.of_kind(Kind.GROUP)
+    assert group is not None and group.reserve(Resource.MEMORY, group.limit(Resource.MEMORY) or 0) is None
+    began_s, refused = trio.current_time(), 0
+    for _ in range(2 * int(POLICY.requests.burst)):
+        try:
+            await conduct.wait_turn(link, Frame(FrameType.DESCRIBE))
+        except PeerRefused:
+            refused += 1
+    assert refused >= POLICY.requests.burst / 2
+    assert trio.current_time() - began_s >= refused * NO_MEMORY_S
