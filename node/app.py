@@ -15,6 +15,7 @@ from llmnode.compute.process_loader import ProcessLoader
 from llmnode.compute.thread_worker import ThreadLoader
 from llmnode.compute.worker_process import can_start
 from llmnode.core.model import AUTO, DTYPES, KV_DTYPES, QUANTS, SAME, PrecisionWish
+from llmnode.core.placement.policy import RebalancePolicy
 from llmnode.core.policy import LinkPolicy, RelayPolicy, ServePolicy, SwarmPolicy
 from llmnode.core.serving.kv_memory import parse_memory
 from llmnode.core.span import parse_span
@@ -34,7 +35,7 @@ from llmnode.node.serve.conduct import Conduct
 from llmnode.node.serve.links import accept_links, answer_as_relay
 from llmnode.node.serve.network_speed import keep_measuring
 from llmnode.node.serve.own_figures import OwnFigures
-from llmnode.node.serve.placing import choose_blocks, choose_precision
+from llmnode.node.serve.placing import choose_blocks, choose_precision, look_again
 from llmnode.node.serve.rebalance import rebalance
 from llmnode.node.serve.role import Role
 from llmnode.node.serve.server import Server
@@ -187,6 +188,8 @@ async def open_node(
             node = RunningNode(network, model, swarm, server, role, source, figures, way_in.key is not None)
             async with trio.open_nursery() as nursery:
                 report(f"reading blocks {span} of {model.name}")
+                if ":" not in config.blocks:
+                    nursery.start_soon(look_again, role, swarm, report, RebalancePolicy())
                 await nursery.start(role.run)
                 await figures.look()
                 nursery.start_soon(figures.keep_looking)

@@ -10,9 +10,12 @@ from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, TypeAlias
 
+import trio
+
+from llmnode.core.announcement import PeerState
 from llmnode.core.model import AUTO, EXACT, ModelInfo, Precision
 from llmnode.core.placement.claims import before_moves, counted, of_weights
-from llmnode.core.placement.joining import choose_span
+from llmnode.core.placement.joining import choose_span, choose_together
 from llmnode.core.placement.own_precision import choose_own, describe_own, paced, prospects_of
 from llmnode.core.placement.policy import RebalancePolicy
 from llmnode.core.placement.servers import block_speeds
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
     from llmnode.core.model import PrecisionWish
     from llmnode.core.placement.own_precision import Candidate
     from llmnode.core.placement.servers import PlacedServer
+    from llmnode.node.serve.role import Role
     from llmnode.ports import WorkerSource
     from llmnode.swarm.membership import Swarm
 
@@ -40,6 +44,24 @@ async def choose_blocks(blocks: str, model: ModelInfo, source: WorkerSource, swa
     length = await source.fitting_blocks() if asked is None else asked
     servers = [] if swarm is None else await servers_of(model, swarm)
     return choose_span(length, block_speeds(model.blocks, servers))
+
+
+async def look_again(role: Role, swarm: Swarm, report: Callable[[str], None], policy: RebalancePolicy) -> None:
+    """If the node loads its first blocks for long: have it load others that are better, now that it knows those that
+    join with it.
+    """
+    await trio.sleep(policy.joins_together_s)
+    model, me, span = role.model, swarm.peer, role.span
+    others = [each for each in await servers_of(model, swarm) if each.peer != me]
+    since_s = 2 * policy.joins_together_s  # for one that began sooner by that time, this node was no newcomer beside it
+    joining = {
+        each.peer
+        for each in of_weights(swarm.view.of_model(model.digest), model)
+        if each.offer.state is PeerState.JOINING and swarm.state_age_s(each.peer) < since_s
+    }
+    better = choose_together(model.blocks, me, len(span), others, joining)
+    if better != span and role.span == span and role.join_instead(better):
+        report(f"reading blocks {better}, and not {span}: others that join now read those")
 
 
 async def choose_precision(

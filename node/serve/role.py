@@ -25,6 +25,7 @@ from llmnode.core.serving.node_life import (
     EndSessions,
     GaveUp,
     Joining,
+    JoinsAt,
     LeaveFormer,
     LeaveWanted,
     Left,
@@ -210,6 +211,13 @@ class Role:
                 raise self._error
             self._check_stays()
             return self.state.span == span
+
+    def join_instead(self, span: Span) -> bool:
+        """Load the blocks of `span`, and not the node's first ones. Whether it does: it may serve these by now."""
+        if not isinstance(self.state, Joining) or self._served is not None:
+            return False
+        self._happen(JoinsAt(span))
+        return True
 
     def stay(self) -> None:
         """Load no blocks beside those that are served: the node goes on with its span. Does nothing at other times."""

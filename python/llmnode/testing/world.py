@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import trio
 
+from llmnode.core.placement.policy import RebalancePolicy
 from llmnode.core.policy import ClientPolicy, LinkPolicy, ServePolicy, SwarmPolicy
 from llmnode.core.speed import SHARED_SESSIONS, ComputeSpeed
 from llmnode.node.serve.conduct import Conduct
 from llmnode.node.serve.links import accept_links, answer_as_relay
+from llmnode.node.serve.placing import look_again
 from llmnode.node.serve.rebalance import rebalance
 from llmnode.node.serve.role import Role
 from llmnode.node.serve.server import Server
@@ -152,6 +154,8 @@ class World:
         self._said_us: dict[str, int] = {}
         self.said_share = 1.0
         """Servers that start announce that each further decode of a forward adds this share of the first one."""
+        self.first_load_s = 0.0
+        """Servers that start load their blocks for this long, and may choose others meanwhile: see `look_again`."""
         self.said_prefill_share = 1.0
         """They announce that each position of a prompt takes this share of a decode."""
         self._adapters: dict[str, Mapping[AnnouncedAdapter, Adapter]] = {}
@@ -310,7 +314,11 @@ class World:
             role.stays = report_move is None
             role.learns = False
             node = ServingNode(name, life.network, life.pool, life.swarm, life.scope, source, server, role)
+            source.load_s = self.first_load_s
+            if self.first_load_s:
+                nursery.start_soon(look_again, role, life.swarm, self.internet.note, RebalancePolicy())
             await nursery.start(role.run)
+            source.load_s = 0.0
             self.nodes[name] = node
             nursery.start_soon(serve_links, server)
             if report_move is not None:

@@ -67,6 +67,9 @@ class RebalancePolicy:
     """It tries at most this many of these, which it has not tried yet."""
     drains_within_s: float = 20.0
     """A node that drains counts for this long in the plans of others. Then it has left, or joins elsewhere."""
+    joins_together_s: float = 25.0
+    """A node that still loads its first blocks after this time chooses once more, beside those that join with it. By
+    then it has heard of them, even if news got lost."""
     joins_within_s: float = 600.0
     """A node that loads for longer than this does not keep others away from its blocks."""
 

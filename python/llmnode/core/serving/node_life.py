@@ -108,6 +108,13 @@ class SpanWanted:
 
 
 @dataclass(frozen=True, slots=True)
+class JoinsAt:
+    """The node is to load the blocks of `span`, and not those that it is loading."""
+
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
 class NoSpace:
     """There is no memory for two workers."""
 
@@ -136,7 +143,7 @@ class Stopped:
     """The program that runs the node ends it now."""
 
 
-Event = Ready | Lost | GaveUp | SpanWanted | NoSpace | SpanUnwanted | LeaveWanted | Drained | Stopped
+Event = Ready | Lost | GaveUp | SpanWanted | JoinsAt | NoSpace | SpanUnwanted | LeaveWanted | Drained | Stopped
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +261,8 @@ def transition(state: State, event: Event, now: float, policy: LifePolicy) -> tu
             return Left(state.span), [RefuseSessions(), SayFarewell()]
         case Joining(span), Ready(loaded) if loaded == span:
             return Online(span), [TakeSessions(), Announce()]
+        case Joining(span, former), JoinsAt(wanted):
+            return (state, []) if wanted == span else _join_instead(wanted, former)
         case Joining(span), Lost():
             return state, [Load(span)]
         case Joining(span, former), GaveUp():
@@ -308,5 +317,5 @@ def _drain(span: Span, until_s: float, then: Span | None) -> tuple[Draining, Seq
 
 
 def _join_instead(span: Span, former: Span | None) -> tuple[Joining, Sequence[Action]]:
-    """With another span than that of the worker that is there."""
+    """With another span than that of the worker that is there, or is being loaded."""
     return Joining(span, former), [EndSessions(), Announce(), DropWorker(), Load(span)]

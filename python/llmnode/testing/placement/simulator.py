@@ -14,7 +14,7 @@ from enum import StrEnum
 from itertools import count
 from typing import TYPE_CHECKING
 
-from llmnode.core.placement.joining import choose_span
+from llmnode.core.placement.joining import choose_span, choose_together
 from llmnode.core.placement.policy import PlanPolicy, RebalancePolicy
 from llmnode.core.placement.rebalancing import Rebalancer
 from llmnode.core.placement.servers import PlacedServer
@@ -107,6 +107,9 @@ class _Node:
     life: int
     """The number of its start: what was planned for an earlier one is void."""
     online: bool = False
+    joined_s: float = 0.0
+    loaded_s: float = 0.0
+    """When its first blocks are loaded."""
     serves: Span | None = None
     """The blocks that it really serves now."""
     rebalancer: Rebalancer | None = None
@@ -177,7 +180,8 @@ class _Swarm:
 
     def start(self, host: Host, uptime: Uptime) -> None:
         view = self._rng.randrange(len(self._views))
-        node = _Node(host, self._first_span(host, self._views[view]), view, next(self._number))
+        span = self._first_span(host, self._views[view])
+        node = _Node(host, span, view, next(self._number), joined_s=self._now_s)
         self._nodes[host.peer] = node
         if self._rule in (Rule.PAPER, Rule.PLAN) and not host.ghost:
             node.rebalancer = Rebalancer(
@@ -186,13 +190,32 @@ class _Swarm:
             self.at(self._now_s + self._rng.uniform(0, self._policy.check_every_s), self._check, node, node.life)
         if not host.ghost:
             self._could_hold += len(host.speeds)
-        self._tell(host.peer, node.announced())
-        load_s = 0.0 if host.ghost else len(node.span) * self._conditions.load_s_per_block
-        self.at(self._now_s + load_s, self._loaded, node, node.life)
+        self._load_first(node)
+        if self._rule is not Rule.RANDOM and not host.ghost:
+            self.at(self._now_s + self._policy.joins_together_s, self._look_again, node, node.life)
         self.at(uptime.to_s, self._leave, node, uptime.crashes)
 
+    def _load_first(self, node: _Node) -> None:
+        self._tell(node.host.peer, node.announced())
+        load_s = 0.0 if node.host.ghost else len(node.span) * self._conditions.load_s_per_block
+        node.loaded_s = self._now_s + load_s
+        self.at(node.loaded_s, self._loaded, node, node.life)
+
+    def _look_again(self, node: _Node, life: int) -> None:
+        """Does the same as `node/serve/placing.py`."""
+        if node.life != life or self._now_s >= node.loaded_s:
+            return
+        me, since_s = node.host.peer, node.joined_s - self._policy.joins_together_s
+        others = [each for peer, each in self._views[node.view].servers().by_peer.items() if peer != me]
+        loading = [self._nodes[each.peer] for each in others if not each.online and each.peer in self._nodes]
+        joining = {each.host.peer for each in loading if each.joined_s > since_s}
+        better = choose_together(self._conditions.blocks, me, len(node.span), others, joining)
+        if better != node.span:
+            node.span = better
+            self._load_first(node)
+
     def _loaded(self, node: _Node, life: int) -> None:
-        if node.life != life:
+        if node.life != life or self._now_s < node.loaded_s:  # it loads others instead
             return
         self._moving.discard(life)
         node.online = True

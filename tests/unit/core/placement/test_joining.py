@@ -12,9 +12,9 @@ from llmnode.core.announcement import Offer, PeerState
 from llmnode.core.ids import PeerId
 from llmnode.core.model import Precision, Profile
 from llmnode.core.placement.claims import before_moves, counted
-from llmnode.core.placement.joining import choose_span
+from llmnode.core.placement.joining import choose_span, choose_together
 from llmnode.core.placement.policy import RebalancePolicy
-from llmnode.core.placement.servers import PlacedServer, block_speeds
+from llmnode.core.placement.servers import PlacedServer, block_speeds, one_speed
 from llmnode.core.span import Span
 from llmnode.core.speed import AnnouncedSpeed
 from llmnode.errors import ConfigError
@@ -29,6 +29,47 @@ def test_the_first_of_the_slowest_windows_is_chosen(speeds: list[float], length:
     windows = [sorted(speeds[start : start + length]) for start in range(BLOCKS - length + 1)]
     first = windows.index(min(windows))
     assert choose_span(length, speeds) == Span(first, first + length)
+
+
+@st.composite
+def crowds(draw: st.DrawFn) -> tuple[list[PlacedServer], list[PlacedServer]]:
+    """Servers that were there before, and others that have all chosen without knowing of each other."""
+    there = [
+        PlacedServer(PeerId(f"there-{number}"), span, one_speed(draw(st.floats(1, 9)), len(span)))
+        for number, span in enumerate(draw(st.lists(spans(), max_size=4)))
+    ]
+    lengths = draw(st.lists(st.integers(1, BLOCKS), min_size=1, max_size=6))
+    names = draw(st.permutations(range(len(lengths))))
+    speeds = block_speeds(BLOCKS, there)
+    newcomers = [
+        PlacedServer(PeerId(f"new-{name}"), choose_span(length, speeds), (1.0,) * length)
+        for name, length in zip(names, lengths, strict=True)
+    ]
+    return there, newcomers
+
+
+@st.composite
+def spans(draw: st.DrawFn) -> Span:
+    start = draw(st.integers(0, BLOCKS - 1))
+    return Span(start, draw(st.integers(start + 1, BLOCKS)))
+
+
+@given(crowds(), st.booleans())
+def test_nodes_that_join_together_choose_as_if_they_came_one_after_the_other_the_longest_first(
+    crowd: tuple[list[PlacedServer], list[PlacedServer]], have_chosen: bool
+) -> None:
+    """Whether they hear of the first choice of the others, or of the second one: their lengths alone count."""
+    there, newcomers = crowd
+    one_by_one = list(there)
+    for each in sorted(newcomers, key=lambda each: (-len(each.span), each.peer)):
+        span = choose_span(len(each.span), block_speeds(BLOCKS, one_by_one))
+        one_by_one.append(PlacedServer(each.peer, span, each.speeds))
+    wanted = {each.peer: each.span for each in one_by_one}
+    told = [each if not have_chosen else replace(each, span=wanted[each.peer]) for each in newcomers]
+    joining = {each.peer for each in newcomers}
+    for me in newcomers:
+        others = [*there, *(each for each in told if each.peer != me.peer)]
+        assert choose_together(BLOCKS, me.peer, len(me.span), others, joining) == wanted[me.peer]
 
 
 def test_servers_that_come_one_after_the_other_cover_the_model() -> None:

@@ -22,6 +22,7 @@ from llmnode.core.serving.node_life import (
     EndSessions,
     GaveUp,
     Joining,
+    JoinsAt,
     LeaveFormer,
     LeaveWanted,
     Left,
@@ -61,6 +62,7 @@ EVENTS: st.SearchStrategy[Event] = st.one_of(
     st.just(Lost()),
     st.just(GaveUp()),
     st.builds(SpanWanted, SPANS, st.none() | PATIENCE_S, st.booleans()),
+    st.builds(JoinsAt, SPANS),
     st.just(NoSpace()),
     st.just(SpanUnwanted()),
     st.builds(LeaveWanted, PATIENCE_S),
@@ -147,7 +149,7 @@ class Edge:
                     self.takes = False
                 case DropWorker():
                     assert not self.takes
-                    self.worker = self.former = None
+                    self.worker = self.former = self.loading = None
                 case SayFarewell():
                     self.farewells += 1
                     self.said = PeerState.LEFT, self.state.span, None
@@ -275,6 +277,17 @@ def after(*events: Event) -> State:
 def test_a_lost_worker_is_loaded_again_and_the_node_is_joining_meanwhile() -> None:
     assert after(Ready(FIRST), Lost()) == Joining(FIRST)
     assert after(Ready(FIRST), Lost(), Lost(), Ready(FIRST)) == Online(FIRST)
+
+
+def test_a_node_that_loads_takes_other_blocks_instead_and_one_that_serves_does_not() -> None:
+    state, actions = transition(Joining(FIRST), JoinsAt(SECOND), 0.0, POLICY)
+    assert state == Joining(SECOND)
+    assert [*actions][-2:] == [DropWorker(), Load(SECOND)]
+    assert transition(Joining(FIRST), JoinsAt(FIRST), 0.0, POLICY) == (Joining(FIRST), []), "it goes on"
+    assert after(JoinsAt(SECOND), Ready(SECOND)) == Online(SECOND)
+    assert not Edge().happen(Ready(SECOND))
+    with pytest.raises(LocalProtocolError):
+        transition(Online(FIRST), JoinsAt(SECOND), 0.0, POLICY)
 
 
 def test_another_span_has_the_policys_patience_unless_its_own_is_given() -> None:
