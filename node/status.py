@@ -244,8 +244,9 @@ def figures_line(figures: ServerFigures) -> str:
     """The same in words."""
     measured, taken = figures.measured_tokens_per_s, show_bytes(figures.measured_bytes)
     rate = f"{measured:.1f} tokens/s" if measured else "no speed measured yet"
-    sessions = f"{figures.sessions:.1f}".removesuffix(".0")
-    wanted = f"{figures.predicted_tokens_per_s:.1f} tokens/s predicted for {sessions} sessions at once"
+    number = f"{figures.sessions:.1f}".removesuffix(".0")
+    sessions = "1 session" if number == "1" else f"{number} sessions"
+    wanted = f"{figures.predicted_tokens_per_s:.1f} tokens/s predicted for {sessions} at once"
     memory = f"{show_bytes(figures.predicted_bytes)} predicted" if figures.predicted_bytes else "not known before"
     prompts = ""
     if (prefill := figures.measured_prefill_tokens_per_s) and figures.predicted_prefill_tokens_per_s:

@@ -131,6 +131,7 @@ def test_the_prediction_for_a_server_is_shown_beside_what_it_does() -> None:
     assert figures_line(figures[idle.peer]).startswith(
         "no speed measured yet (120.0 tokens/s predicted for 8 sessions at once), "
     )
+    assert "100.0 tokens/s predicted for 1 session at once" in figures_line(ServerFigures(1.0, 100.0, 0.0, 1, 2))
 
 
 @pytest.mark.parametrize("blocks", [15, 31])
