@@ -38,7 +38,7 @@ class BudgetPolicy:
     beside_bytes: int = 64 << 20
     """On a CPU a worker computes forwards beside such a backward, with this much for what lies between their products.
     512 positions of SmolLM2-135M take some 30 MiB, and those of a model of 7 billion weights 120."""
-    tables_bytes: int = 32 << 20
+    tables_bytes: int = 36 << 20
     """The tables of how often somebody did something, which forget all but the latest (`core/rates.py`), take this much
     if all are full. No peer is charged for them."""
     window_share: float = 0.25
