@@ -34,6 +34,11 @@ async def refuse(attacker: Attacker) -> None:
     await _serve(attacker, lambda frame: refusal_of(frame, "bad-message", "because"))
 
 
+async def evict(attacker: Attacker) -> None:
+    """It says at each step that others need the KV of the session."""
+    await _serve(attacker, lambda frame: refusal_of(frame, "unknown-session", "for others", 0.001))
+
+
 async def hang(attacker: Attacker) -> None:
     """It answers no step."""
     await _serve(attacker, lambda _frame: None)
@@ -66,7 +71,7 @@ def _result(frame: Frame, numbers: np.typing.NDArray[np.float32]) -> Frame:
     return Frame(FrameType.RESULT, *header, meta, payload)
 
 
-SERVERS: tuple[Callable[[Attacker], Awaitable[None]], ...] = (refuse, hang, nan, garbage, slow)
+SERVERS: tuple[Callable[[Attacker], Awaitable[None]], ...] = (refuse, evict, hang, nan, garbage, slow)
 
 
 async def _serve(attacker: Attacker, answer: Callable[[Frame], Frame | None], after_s: float = 0.0) -> None:
