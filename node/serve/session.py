@@ -220,7 +220,8 @@ class ServerSession:
                 if isinstance(error, RemoteProtocolError):
                     await self._note_malformed(frame)
             self.inbox.done(frame, self._logged_bytes)
-            self._note_kv()
+            if self.link is None:
+                self._note_kv()
 
     async def _handle(self, frame: Frame) -> None:
         """Raises RemoteProtocolError or PeerRefused for a frame that has changed nothing."""

@@ -256,7 +256,6 @@ class PeerConnection:
         if (gone := self._gone.get(session)) is not None:
             raise PeerRefused(gone.code, gone.reason, retry_after_s=gone.retry_after_s, peer=self.peer)
         expected = self._waiting[question] = Expected(self.peer, partial(self._waiting.pop, question, None))
-        self._unasked.allow()
         return expected
 
     def listen(self, session: SessionId, hear: Callable[[Frame], None], end: Callable[[], None]) -> None:
