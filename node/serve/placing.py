@@ -53,13 +53,13 @@ async def look_again(role: Role, swarm: Swarm, report: Callable[[str], None], po
     await trio.sleep(policy.joins_together_s)
     model, me, span = role.model, swarm.peer, role.span
     others = [each for each in await servers_of(model, swarm) if each.peer != me]
-    since_s = 2 * policy.joins_together_s  # for one that began sooner by that time, this node was no newcomer beside it
+    within_s = 2 * policy.joins_together_s  # for one that began sooner, this node was no newcomer beside it
     joining = {
         each.peer
         for each in of_weights(swarm.view.of_model(model.digest), model)
-        if each.offer.state is PeerState.JOINING and swarm.state_age_s(each.peer) < since_s
+        if each.offer.state is PeerState.JOINING and swarm.state_age_s(each.peer) < within_s
     }
-    better = choose_together(model.blocks, me, len(span), others, joining)
+    better = choose_together(model.blocks, me, span, others, joining)
     if better != span and role.span == span and role.join_instead(better):
         report(f"reading blocks {better}, and not {span}: others that join now read those")
 

@@ -13,6 +13,7 @@ from llmnode.testing import seeds
 from simulation.world import SPANS, simulated, world
 
 if TYPE_CHECKING:
+    from llmnode.core.span import Span
     from llmnode.testing.world import World
 
 POLICY = RebalancePolicy()
@@ -47,13 +48,15 @@ async def test_a_node_that_has_loaded_by_then_keeps_its_blocks() -> None:
         assert [node.role.span for node in swarm.nodes.values()] == [SPANS[0]] * len(SPANS)
 
 
+@pytest.mark.parametrize("span", SPANS)
 @simulated
-async def test_a_node_that_joins_a_swarm_alone_goes_on_with_its_load() -> None:
+async def test_a_node_that_joins_a_swarm_alone_goes_on_with_its_load(span: Span) -> None:
+    """Whether or not these blocks are still those that need it most."""
     async with world() as swarm:
-        for number, span in enumerate(SPANS[1:]):
-            await swarm.start(f"s{number}", span)
+        for number, served in enumerate(SPANS[1:]):
+            await swarm.start(f"s{number}", served)
         swarm.first_load_s = LONG_S
         began_s = trio.current_time()
-        node = await swarm.start("late", SPANS[0])
+        node = await swarm.start("late", span)
         assert trio.current_time() - began_s < LONG_S + 1
-        assert (node.state, node.role.span) == (PeerState.ONLINE, SPANS[0])
+        assert (node.state, node.role.span) == (PeerState.ONLINE, span)

@@ -40,21 +40,30 @@ def choose_span(length: int, speeds: Sequence[float]) -> Span:
 
 
 def choose_together(
-    blocks: int, me: PeerId, length: int, others: Collection[PlacedServer], joining: Collection[PeerId]
+    blocks: int, me: PeerId, mine: Span, others: Collection[PlacedServer], joining: Collection[PeerId]
 ) -> Span:
-    """The place of a node with this number of blocks beside `others`, of which some are `joining` at the same time.
+    """The place of a node that loads the blocks of `mine`, beside `others`, of which some are `joining` with it.
 
-    They take their places one after the other, by `choose_span`, those with most blocks first: what these leave is
-    filled more easily. The first id breaks ties, so nodes that know the same others agree.
+    It stays if none of these load any of the same blocks: a load that is begun anew is lost. Those that do take their
+    places one after the other, by `choose_span`, those with most blocks first: what these leave is filled more easily.
+    The first id breaks ties, so nodes that know the same others agree.
     """
-    speeds = block_speeds(blocks, [each for each in others if each.peer not in joining])
-    for each in sorted((each for each in others if each.peer in joining), key=lambda each: _turn(each.peer, each.span)):
-        if _turn(each.peer, each.span) > (-length, me):
+    spans = {each.peer: each.span for each in others if each.peer in joining} | {me: mine}
+    contending = {
+        peer for peer, span in spans.items() if any(span.meets(spans[each]) for each in spans if each != peer)
+    }
+    if me not in contending:
+        return mine
+    speeds = block_speeds(blocks, [each for each in others if each.peer not in contending])
+    for each in sorted(
+        (each for each in others if each.peer in contending), key=lambda each: _turn(each.peer, each.span)
+    ):
+        if _turn(each.peer, each.span) > _turn(me, mine):
             break
         span = choose_span(min(len(each.span), blocks), speeds)
         for block in range(span.start, span.end):
             speeds[block] += each.speed
-    return choose_span(length, speeds)
+    return choose_span(len(mine), speeds)
 
 
 def _turn(peer: PeerId, span: Span) -> tuple[int, PeerId]:

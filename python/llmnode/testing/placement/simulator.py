@@ -209,7 +209,7 @@ class _Swarm:
         others = [each for peer, each in self._views[node.view].servers().by_peer.items() if peer != me]
         loading = [self._nodes[each.peer] for each in others if not each.online and each.peer in self._nodes]
         joining = {each.host.peer for each in loading if each.joined_s > since_s}
-        better = choose_together(self._conditions.blocks, me, len(node.span), others, joining)
+        better = choose_together(self._conditions.blocks, me, node.span, others, joining)
         if better != node.span:
             node.span = better
             self._load_first(node)

@@ -54,22 +54,34 @@ def spans(draw: st.DrawFn) -> Span:
     return Span(start, draw(st.integers(start + 1, BLOCKS)))
 
 
-@given(crowds(), st.booleans())
-def test_nodes_that_join_together_choose_as_if_they_came_one_after_the_other_the_longest_first(
-    crowd: tuple[list[PlacedServer], list[PlacedServer]], have_chosen: bool
+@given(crowds())
+def test_nodes_that_load_the_same_blocks_choose_as_if_they_came_one_after_the_other_the_longest_first(
+    crowd: tuple[list[PlacedServer], list[PlacedServer]],
 ) -> None:
-    """Whether they hear of the first choice of the others, or of the second one: their lengths alone count."""
     there, newcomers = crowd
-    one_by_one = list(there)
-    for each in sorted(newcomers, key=lambda each: (-len(each.span), each.peer)):
+    contending = [each for each in newcomers if sum(each.span.meets(other.span) for other in newcomers) > 1]
+    one_by_one = [*there, *(each for each in newcomers if each not in contending)]
+    for each in sorted(contending, key=lambda each: (-len(each.span), each.peer)):
         span = choose_span(len(each.span), block_speeds(BLOCKS, one_by_one))
         one_by_one.append(PlacedServer(each.peer, span, each.speeds))
     wanted = {each.peer: each.span for each in one_by_one}
-    told = [each if not have_chosen else replace(each, span=wanted[each.peer]) for each in newcomers]
     joining = {each.peer for each in newcomers}
     for me in newcomers:
-        others = [*there, *(each for each in told if each.peer != me.peer)]
-        assert choose_together(BLOCKS, me.peer, len(me.span), others, joining) == wanted[me.peer]
+        others = [*there, *(each for each in newcomers if each.peer != me.peer)]
+        assert choose_together(BLOCKS, me.peer, me.span, others, joining) == wanted[me.peer]
+
+
+@given(st.lists(spans(), max_size=4), st.lists(spans(), max_size=4), spans())
+def test_a_node_goes_on_with_its_load_if_nobody_that_joins_with_it_loads_any_of_its_blocks(
+    there: list[Span], newcomers: list[Span], mine: Span
+) -> None:
+    """Speeds change while it loads, and others would be slower by now. That is worth no second load."""
+    newcomers = [each for each in newcomers if not each.meets(mine)]
+    others = [
+        PlacedServer(PeerId(str(number)), span, (1.0,) * len(span)) for number, span in enumerate(there + newcomers)
+    ]
+    joining = {each.peer for each in others[len(there) :]}
+    assert choose_together(BLOCKS, PeerId("me"), mine, others, joining) == mine
 
 
 def test_servers_that_come_one_after_the_other_cover_the_model() -> None:
