@@ -55,7 +55,7 @@ class Receiver:
 
     async def prepare(self, epoch: Epoch, size_bytes: int) -> None:
         """A step of this size is about to be pushed: have the right to it by then."""
-        if self._right is not None and not (size_bytes and self._right.connection.best.relayed):  # see `push`
+        if self._right is not None and not (size_bytes and self._right.connection.only_relayed):  # see `push`
             try:
                 await self._right.prepare(epoch, size_bytes)
             except PeerError as error:
@@ -65,7 +65,7 @@ class Receiver:
         """Give it the step, which is for its session. False if it was not given: then it goes by way of the client."""
         if (right := self._right) is None:
             return False
-        if right.connection.best.relayed and not self._may_relay(step, client):
+        if right.connection.only_relayed and not self._may_relay(step, client):
             return False
         try:
             if not await right.get(step.epoch, step.size_bytes):

@@ -155,8 +155,8 @@ class ServerSession:
         self._note_kv()
 
     def _note_kv(self) -> None:
-        """Its KV may have grown. If sessions that wait for their clients hold too much, some of these end."""
-        if self.link is not None or not self.lease_s:
+        """It waits for its client, and its KV may have grown. If such sessions hold too much, some of them end."""
+        if not self.lease_s:
             return
         name = self.stage.session
         lease = Leased(name, self.group, self.client, self.served.admission.held(name))
@@ -206,7 +206,8 @@ class ServerSession:
         except PeerRefused as refusal:
             return await self._send(refusal_for(self._doing, refusal))
         self.has_kv = True
-        self._note_kv()
+        if self.link is None:
+            self._note_kv()
         await self._send(self._doing)
         while True:
             try:

@@ -244,7 +244,7 @@ class SessionHops:
             await self.hold_from_relays([origin, *hops], self.state.position)
         except ConfigError as error:  # it is about these connections: other peers may be nearer
             log.warning("%s", error)
-            relayed = next((hop for hop in hops if hop.connection.best.relayed), hops[0])
+            relayed = next((hop for hop in hops if hop.connection.only_relayed), hops[0])
             raise PeerUnreachable(str(error), peer=relayed.hop.peer, span=relayed.hop.span) from error
         await self._move(hops, Step(0), 0)
 

@@ -98,6 +98,11 @@ class PeerConnection:
         return self._link.relayed
 
     @property
+    def only_relayed(self) -> bool:
+        """Whether it goes through a relay, and there is no better connection."""
+        return self._link.relayed and self.best.relayed
+
+    @property
     def version(self) -> int | None:
         """The protocol that both sides speak; None while the peer has not agreed to one."""
         return self._link.version
@@ -256,6 +261,7 @@ class PeerConnection:
         if (gone := self._gone.get(session)) is not None:
             raise PeerRefused(gone.code, gone.reason, retry_after_s=gone.retry_after_s, peer=self.peer)
         expected = self._waiting[question] = Expected(self.peer, partial(self._waiting.pop, question, None))
+        self._unasked.allow()
         return expected
 
     def listen(self, session: SessionId, hear: Callable[[Frame], None], end: Callable[[], None]) -> None:

@@ -159,6 +159,22 @@ async def test_a_peer_may_send_some_frames_for_each_of_ours_and_a_few_whenever_i
             assert not connection.has_ended
 
 
+@simulated
+async def test_a_peer_that_we_tell_nothing_may_send_some_frames_for_each_answer_that_we_expect() -> None:
+    """Steps are pushed to it, and it answers some twice."""
+    async with open_internet() as internet:
+        client, server = internet.network("client"), internet.network("server")
+        async with open_connection(await client.dial(server.addresses[0])) as connection, server.accept() as link:
+            for number in range(unasked.BURST // 4):
+                step = Step(number)
+                with connection.expect(GRANT.session, Epoch(0), step) as answer:
+                    for _ in range(1 + unasked.EACH):
+                        await link.send(Frame(FrameType.RESULT, GRANT.session, step=step))
+                    await answer.receive(FrameType.RESULT, 1.0)
+                await trio.sleep(0.001)
+            assert not connection.has_ended
+
+
 def unread(meta: Buffer) -> None:
     unpack(PushLimit, meta)
 

@@ -10,7 +10,7 @@ from typing import Final
 BURST: Final = 2048
 """The frames that a peer may send at once."""
 EACH: Final = 8
-"""Each frame that we send allows for this many more."""
+"""Each frame that we send, and each answer that we expect, allows for this many more."""
 PER_S: Final = 16.0
 """Beyond that, it may send this many."""
 
@@ -23,7 +23,7 @@ class UnaskedFrames:
         self._counted_s = now_s
 
     def allow(self) -> None:
-        """We have sent a frame."""
+        """We have sent a frame, or expect an answer."""
         self._left = min(BURST, self._left + EACH)
 
     def count(self, now_s: float) -> bool:
