@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from llmnode.core.announcement import PeerState
+from llmnode.core.placement.policy import RebalancePolicy
 from llmnode.core.span import Span
 from llmnode.net.invite import Invite, read_invite, write_invite
 from llmnode.net.swarm_key import make_key
-from llmnode.node import Node, cli
+from llmnode.node import Node, app, cli
 from llmnode.node.commands import serve
 from llmnode.node.commands.options import access, worker_config
 from llmnode.node.running_node import RunningNode
@@ -120,3 +121,18 @@ async def test_a_node_takes_the_model_of_an_invite_from_the_hub() -> None:
         invite = write_invite(Invite(tuple(first.addresses), None, "org/name"))
         async with Node(invite, worker="thread", make_loader=make_loader, blocks="3:6"):
             assert opened == ["hub:org/name"], "never a folder of this machine"
+
+
+@pytest.mark.parametrize(("blocks", "is_free"), [("auto", True), ("3", True), ("0:3", False)])
+@in_trio
+async def test_a_server_that_is_free_to_choose_its_blocks_looks_again_while_it_loads(
+    blocks: str, is_free: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looking: list[RebalancePolicy] = []
+
+    async def look(_role: object, _swarm: object, _report: object, policy: RebalancePolicy) -> None:
+        looking.append(policy)
+
+    monkeypatch.setattr(app, "look_again", look)
+    async with exact_node(blocks=blocks):
+        assert looking == [RebalancePolicy()] * is_free
