@@ -182,7 +182,7 @@ class NextHop:
     A frame that cannot be read ends the connection.
     """
 
-    relayed = False
+    relayed = only_relayed = False
 
     def __init__(self, hops: NextHops) -> None:
         self.has_ended = False
