@@ -206,7 +206,7 @@ class Server:
 
         Other sessions wait for their clients to come back.
         """
-        sessions = [each for each in self.sessions.values() if each.link is not None and held in (None, each.served)]
+        sessions = [each for each in self.sessions.values() if each.way.now is not None and held in (None, each.served)]
         return len(sessions) + (self.passes if held is None else held.passes)
 
     async def drain(self, report: Callable[[int], None] = lambda _left: None, held: ServedSpan | None = None) -> None:
@@ -229,7 +229,7 @@ class Server:
         """Their client is gone. A leased one may wait for it."""
         for session in sessions:
             with suppress(PeerRefused):  # then it ends
-                session.leave_link()
+                session.way.leave()
         self.note_end()
 
     def begin_pass(self, held: ServedSpan, group: str) -> None:

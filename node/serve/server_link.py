@@ -97,7 +97,7 @@ class ServerLink:
     def _sessions(self) -> list[ServerSession]:
         """Those that answer over this link."""
         known = self._server.sessions
-        own = [each for name in self._own if (each := known.get(name)) is not None and each.link is self._link]
+        own = [each for name in self._own if (each := known.get(name)) is not None and each.way.now is self._link]
         self._own = {each.stage.session: None for each in own}
         return own
 
@@ -214,10 +214,10 @@ class ServerLink:
     def _lease(self, frame: Frame) -> Frame:
         request, session = unpack(Lease, frame.meta), self._session(frame)
         most_s = 0.0 if session.inbox.memory.holds_prompts else self._server.policy.lease_s
-        session.lease_s = min(request.lease_ms / 1000, most_s)
+        session.way.lease_s = min(request.lease_ms / 1000, most_s)
         if request.leaves:
             self._server.leave_link([session])
-        meta = pack(Leased(int(1000 * session.lease_s)))
+        meta = pack(Leased(int(1000 * session.way.lease_s)))
         return Frame(FrameType.LEASED, frame.session, frame.epoch, frame.step, meta=meta)
 
     def _name(self, session: SessionId) -> None:
@@ -232,7 +232,7 @@ class ServerLink:
         session = self._server.sessions.get(frame.session)
         if session is None or session.client != self._link.peer:
             raise PeerRefused(RefusalCode.UNKNOWN_SESSION, "you have opened no such session")
-        if session.link is not self._link:
+        if session.way.now is not self._link:
             self._check_limits()
         self._own[frame.session] = None
         await session.move(self._link, frame)
@@ -248,7 +248,7 @@ class ServerLink:
         try:
             await session.run()
         finally:
-            link = session.link
+            link = session.way.now
             session.end()
             try:
                 with trio.CancelScope(shield=True):  # KV is freed whatever ends the session
@@ -263,7 +263,7 @@ class ServerLink:
     def _of_client(self, frame: Frame) -> ServerSession | None:
         """The session of the frame, if it answers over this link."""
         session = self._server.sessions.get(frame.session)
-        return session if session is not None and session.link is self._link else None
+        return session if session is not None and session.way.now is self._link else None
 
     def _session(self, frame: Frame) -> ServerSession:
         if (session := self._of_client(frame)) is None:

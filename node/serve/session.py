@@ -9,7 +9,6 @@ A session belongs to the peer that opened it, and answers over one link, which m
 from __future__ import annotations
 
 import logging
-import math
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
@@ -22,7 +21,6 @@ from llmnode.core.links.push_grants import ReplayBudget
 from llmnode.core.model import FP32_BYTES
 from llmnode.core.operations import Fork, Forward, Open, Truncate
 from llmnode.core.serving.kv_shares import KvClaim
-from llmnode.core.serving.leased_kv import Leased
 from llmnode.errors import ConfigError, PeerError, PeerRefused, RemoteProtocolError, WorkerLost
 from llmnode.node.serve import long_work
 from llmnode.node.serve.long_work import IN_THREAD_BYTES, in_thread
@@ -30,6 +28,7 @@ from llmnode.node.serve.opened_terms import OpenedTerms
 from llmnode.node.serve.receipt_signer import ReceiptSigner
 from llmnode.node.serve.receiver import Receiver
 from llmnode.node.serve.session_inbox import SessionInbox
+from llmnode.node.serve.session_link import SessionLink
 from llmnode.wire.frame import Frame, FrameType
 from llmnode.wire.log import PayloadLog
 from llmnode.wire.messages import (
@@ -52,7 +51,6 @@ from llmnode.wire.stage import Compute, Copy, Do, Refuse, Repeat, Wait
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from llmnode.core.budget import Scope
     from llmnode.node.serve.served_span import ServedSpan
     from llmnode.ports import Link
     from llmnode.wire.frame import Buffer
@@ -83,13 +81,8 @@ class ServerSession:
         """`beside` are all sessions of the server, this one too. Raises PeerRefused if its adapter is not here."""
         self.stage = stage
         self.client, self.group = link.peer, link.group
-        self.link: Link | None = link
-        """None while it waits for its client to come back, and when it has ended."""
-        self.lease_s = 0.0
-        """How long it outlives its link."""
         self.has_kv = False
         """Since it was opened, until it ends."""
-        self._scope = trio.CancelScope()
         self.terms = terms
         self._span, self._form = terms.span, terms.form
         self.served = served
@@ -111,18 +104,19 @@ class ServerSession:
         self._doing = Frame(FrameType.OPENED, stage.session, stage.epoch, meta=opened)
         self.inbox = SessionInbox(stage, terms.form, link.scope, served)
         self._memory = self.inbox.memory
+        self.way = SessionLink(stage.session, link, self._memory, served, lambda each: beside[each].way.scope.cancel())
         self._replays = ReplayBudget(served.policy.replayed_times, served.policy.replayed_every_s)
 
     def close(self) -> None:
         """End the session after the frames that are queued; at once if it waits for KV."""
         self.inbox.close()
         if not self.has_kv:
-            self._scope.cancel()
+            self.way.scope.cancel()
 
     def evict(self, why: PeerRefused) -> None:
         """End now, since others need the KV. `say_farewell` tells the client."""
         self._evicted_because = why
-        self._scope.cancel()
+        self.way.scope.cancel()
 
     async def say_farewell(self, link: Link | None) -> None:
         """Tell the client why the session had to end, if it had to, in answer to its last frame and those that wait."""
@@ -134,8 +128,8 @@ class ServerSession:
 
     def end(self) -> None:
         """Called when `run` is over: nothing of it is left for anybody."""
-        self.link, self.has_kv = None, False
-        self.served.leased.remove(self.stage.session)
+        self.has_kv = False
+        self.way.end()
         self.inbox.end()
         self._receiver.close()
 
@@ -144,55 +138,22 @@ class ServerSession:
         if self._adapter is not None:
             self._adapter.release()
 
-    def leave_link(self) -> None:
-        """Its link is no more: end, or wait as long as it may for its client to come back."""
-        link, self.link = self.link, None
-        if not self.lease_s or link is None:
-            self._scope.cancel()
-            return
-        self._scope.deadline = trio.current_time() + self.lease_s
-        self._count_within(self.served.network.budget.of_peer(link.scope))
-        self._note_kv()
-
-    def _note_kv(self) -> None:
-        """It waits for its client, and its KV may have grown. If such sessions hold too much, some of them end."""
-        if not self.lease_s:
-            return
-        name = self.stage.session
-        lease = Leased(name, self.group, self.client, self.served.admission.held(name))
-        most = int(self.served.policy.leased_share * self._worker.kv_tokens)
-        for each in self.served.leased.put(lease, most):
-            self._beside[each]._scope.cancel()
-
     async def move(self, link: Link, frame: Frame) -> None:
         """Answer over another link of the same client from now on; `frame` is its RESUME. Raises as `put`.
 
         Frames that were queued before are done first. The lease is over.
         """
-        if self._scope.cancel_called:
-            raise PeerRefused(RefusalCode.UNKNOWN_SESSION, "this session's lease is over")
-        self._count_within(link.scope)
-        self.link, self.lease_s = link, 0.0
-        self.served.leased.remove(self.stage.session)
-        self._scope.deadline = math.inf
+        self.way.move(link)
         await self.inbox.put(frame)
-
-    def _count_within(self, around: Scope) -> None:
-        """From now on the memory of the session counts there. Beyond its limit the session ends: raises PeerRefused."""
-        try:
-            self._memory.move(around)
-        except PeerRefused:
-            self._scope.cancel()
-            raise
 
     async def run(self) -> None:
         """Wait for KV, and serve steps until the client or the server closes it, or the client is gone for too long."""
-        with self._scope:
+        with self.way.scope:
             try:
                 await self._serve()
             except Exception as error:  # a bug: the client hears of it, and the caller of `run` handles it
                 reason = f"this server failed in a way that nobody foresaw: {type(error).__name__}"
-                await self._send(refusal_of(self._doing, RefusalCode.COMPUTE_FAILED, reason))
+                await self.way.send(refusal_of(self._doing, RefusalCode.COMPUTE_FAILED, reason))
                 raise
 
     async def _serve(self) -> None:
@@ -204,11 +165,11 @@ class ServerSession:
             opening = Open(stage.session, self._span, *account, adapter, terms.prompts, self.group)
             await self.served.admission.enter(opening, claim, self.evict)
         except PeerRefused as refusal:
-            return await self._send(refusal_for(self._doing, refusal))
+            return await self.way.send(refusal_for(self._doing, refusal))
         self.has_kv = True
-        if self.link is None:
-            self._note_kv()
-        await self._send(self._doing)
+        if self.way.now is None:
+            self.way.note_kv()
+        await self.way.send(self._doing)
         while True:
             try:
                 frame = self._doing = await self.inbox.take()
@@ -217,19 +178,19 @@ class ServerSession:
             try:
                 await self._handle(frame)
             except (PeerRefused, RemoteProtocolError) as error:
-                await self._send(refusal_for(frame, error))
+                await self.way.send(refusal_for(frame, error))
                 if isinstance(error, RemoteProtocolError):
                     await self._note_malformed(frame)
             self.inbox.done(frame, self._logged_bytes)
-            if self.link is None:
-                self._note_kv()
+            if self.way.now is None:
+                self.way.note_kv()
 
     async def _handle(self, frame: Frame) -> None:
         """Raises RemoteProtocolError or PeerRefused for a frame that has changed nothing."""
         match frame.type:
             case FrameType.RESUME:
                 meta = pack(Resumed(self.stage.epoch, self.stage.position))
-                await self._send(Frame(FrameType.RESUMED, frame.session, frame.epoch, frame.step, meta=meta))
+                await self.way.send(Frame(FrameType.RESUMED, frame.session, frame.epoch, frame.step, meta=meta))
             case FrameType.NEIGHBOURS:
                 await self._stand_between(frame)
             case FrameType.REPLAY:
@@ -247,7 +208,7 @@ class ServerSession:
         try:
             action = await self._fork(frame) if frame.type is FrameType.FORK else self.stage.receive(frame)
         except WorkerLost as error:
-            return await self._send(refusal_of(frame, RefusalCode.COMPUTE_FAILED, str(error)))
+            return await self.way.send(refusal_of(frame, RefusalCode.COMPUTE_FAILED, str(error)))
         if not (isinstance(action, WORK) or self._holds_push(frame)):
             await self._wait_turn(frame, action.frame.size_bytes if isinstance(action, Repeat) else 0)
         while not isinstance(action, Wait):
@@ -256,7 +217,7 @@ class ServerSession:
             except WorkerLost as error:  # the session is of no use any more, but for what it has logged
                 if not isinstance(action, Do):
                     self.stage.failed()
-                await self._send(refusal_of(action.frame, RefusalCode.COMPUTE_FAILED, str(error)))
+                await self.way.send(refusal_of(action.frame, RefusalCode.COMPUTE_FAILED, str(error)))
             action = self.stage.next_held()
 
     async def _act(self, action: Repeat | Compute | Copy | Do | Refuse) -> None:
@@ -268,13 +229,13 @@ class ServerSession:
                 await self._worker.do(operation)
                 if self._outputs is not None:
                     self._outputs.truncate(self.stage.position)
-                await self._send(self._done(answer, frame))
+                await self.way.send(self._done(answer, frame))
             case Copy(frame, source, operation):
                 await self._copy(frame, self._beside[source], operation)
             case Repeat(frame):
-                await self._send(frame)
+                await self.way.send(frame)
             case Refuse(frame, code, reason):
-                await self._send(refusal_of(frame, code, reason))
+                await self.way.send(refusal_of(frame, code, reason))
 
     async def _compute(self, frame: Frame) -> None:
         is_large = frame.length >= self._large_positions
@@ -325,7 +286,7 @@ class ServerSession:
             wanted = not self._quiet and not (pushed and self._outputs is not None)
             answer = self._answer(FrameType.RESULT, frame, pack(result), payload if wanted else b"")
             self.stage.computed(answer, receipt.input_digest)
-            await self._send(answer)
+            await self.way.send(answer)
 
     def _encoded(self, hidden: Buffer, positions: int) -> Buffer:
         """Raises ConfigError for numbers that the codec cannot carry, or that the next hop would refuse."""
@@ -376,7 +337,7 @@ class ServerSession:
                 outputs.truncate(frame.start)
                 self._outputs = outputs
             self.stage.copied()
-            await self._send(self._done(FrameType.FORKED, frame))
+            await self.way.send(self._done(FrameType.FORKED, frame))
 
     async def _replay(self, frame: Frame) -> None:
         """Push or send logged results. Changes nothing, so that it may be asked for at any time.
@@ -398,7 +359,7 @@ class ServerSession:
         pushed = may_push and await self._push(frame, payload, b"")
         digest = await long_work.run(partial(_native.blake3_digest, payload), size_bytes)
         meta = pack(Replayed(digest, pushed))
-        await self._send(self._answer(FrameType.REPLAYED, frame, meta, b"" if pushed else payload))
+        await self.way.send(self._answer(FrameType.REPLAYED, frame, meta, b"" if pushed else payload))
 
     async def _stand_between(self, frame: Frame) -> None:
         """Take steps from the peer that the client names, and push results to the one that it names.
@@ -409,11 +370,11 @@ class ServerSession:
         self.inbox.pushes.expect(PeerId(request.sender) if request.sender else None)
         self._quiet = request.quiet
         await self._receiver.find(request, frame.epoch)
-        await self._send(Frame(FrameType.FORWARDED, frame.session, frame.epoch, frame.step))
+        await self.way.send(Frame(FrameType.FORWARDED, frame.session, frame.epoch, frame.step))
 
     async def _push(self, frame: Frame, payload: Buffer, meta: bytes) -> bool:
         """To the next hop, as its step of the same number."""
-        return await self._receiver.push(self._answer(FrameType.STEP, frame, meta, payload), self.link)
+        return await self._receiver.push(self._answer(FrameType.STEP, frame, meta, payload), self.way.now)
 
     def _done(self, kind: FrameType, frame: Frame) -> Frame:
         """The answer to a frame that changed the KV: where it stands now."""
@@ -424,21 +385,13 @@ class ServerSession:
         at = frame.session, frame.epoch, frame.step, frame.start, frame.length
         return Frame(kind, *at, meta, payload, self._form.value_bytes)
 
-    async def _send(self, frame: Frame) -> None:
-        """To the client, if it is there: what it does not hear now it may ask for again."""
-        try:
-            if self.link is not None:
-                await self.link.send(frame)
-        except PeerError as error:
-            log.debug("not answered: %s", error)
-
     async def _wait_turn(self, frame: Frame, answer_bytes: int = 0) -> None:
         """Until the turn of a frame that the worker does nothing for: it is a request as any other.
 
         It counts for the peer that has sent it.
         """
         pushes = self.inbox.pushes
-        if (link := pushes.link if pushes.has_pushed(frame) else self.link) is not None:
+        if (link := pushes.link if pushes.has_pushed(frame) else self.way.now) is not None:
             with suppress(PeerRefused):
                 await self.served.conduct.wait_turn(link, Frame(frame.type, frame.session), answer_bytes)
 
@@ -448,11 +401,11 @@ class ServerSession:
 
     async def _note_malformed(self, frame: Frame) -> None:
         """It costs the client's link, unless another peer has pushed it."""
-        if self.link is not None and not self.inbox.pushes.has_pushed(frame):
-            await self.served.conduct.note_malformed(self.link)
+        if (link := self.way.now) is not None and not self.inbox.pushes.has_pushed(frame):
+            await self.served.conduct.note_malformed(link)
 
     async def _refuse_step(self, frame: Frame, code: str, reason: str, retry_after_s: float | None = None) -> None:
         with trio.move_on_after(self.served.policy.refusal_patience_s):  # the client waits to hear of it
             await self._wait_turn(frame)
         self.stage.failed()
-        await self._send(refusal_of(frame, code, reason, retry_after_s))
+        await self.way.send(refusal_of(frame, code, reason, retry_after_s))
