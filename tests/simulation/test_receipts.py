@@ -163,7 +163,7 @@ async def test_a_server_that_sends_no_receipt_is_replaced_at_once(monkeypatch: p
         dialogue = Dialogue(session, random.Random(1))
         await dialogue.step(5)
         liar = session.route[2].peer
-        link = served_by(swarm, liar).link
+        link = served_by(swarm, liar).way.now
         send = link.send
 
         async def send_unsigned(frame: Frame) -> None:
