@@ -8,7 +8,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
-from llmnode.errors import ConfigError, LlmnodeError, single_error
+from llmnode.errors import AdapterError, ConfigError, LlmnodeError, ModelError, single_error
 from llmnode.machine.cache_folder import torch_folder
 from llmnode.models.sources.online import keep_libraries_offline
 from llmnode.node.commands import (
@@ -61,7 +61,7 @@ def status_of(act: Callable[[], int]) -> int:
         try:
             with single_error():
                 return act()
-        except ConfigError as error:
+        except (ConfigError, ModelError, AdapterError) as error:  # the user has named the model and the adapter
             return _fail(error, EXIT_CONFIG)
         except LlmnodeError as error:
             return _fail(error, EXIT_FAILED)

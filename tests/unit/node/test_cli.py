@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from llmnode.errors import AdapterError, ConfigError, LlmnodeError, ModelError, PeerError, SwarmError, WorkerLost
 from llmnode.machine.threads import usable_cores
-from llmnode.node.cli import main
+from llmnode.node.cli import main, status_of
 from llmnode.node.commands import bench
 from llmnode.node.commands.options import threads
 from llmnode.node.settings import NO_OPTIONS, variable_of
@@ -169,6 +170,35 @@ def test_a_wrong_argument_is_one_line_that_names_the_fix(
     assert line.startswith("llmnode: ")
     assert fix in line
     assert all(note.startswith("llmnode: converting ") for note in notes), "which is done once on a machine"
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ConfigError("no such flag"), 2),
+        (ModelError("a folder without config.json"), 2),
+        (AdapterError("an adapter for another model"), 2),
+        (PeerError("it is silent"), 1),
+        (SwarmError("nobody has block 3"), 1),
+        (WorkerLost("out of memory"), 1),
+    ],
+)
+def test_an_error_that_the_user_can_fix_has_a_status_of_its_own(error: LlmnodeError, status: int) -> None:
+    def fail() -> int:
+        raise error
+
+    assert status_of(fail) == status
+
+
+@pytest.mark.parametrize("content", [{}, {"config.json": "{}"}, {"config.json": "no JSON"}])
+def test_a_folder_that_is_no_model_is_for_the_user_to_fix(
+    content: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, text in content.items():
+        (tmp_path / name).write_text(text)
+    for arguments in (["speed", str(tmp_path)], ["generate", "--peers", PEER, "--model", str(tmp_path)]):
+        assert main(arguments) == 2
+        assert str(tmp_path) in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_more_threads_than_cores_are_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
