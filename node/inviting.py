@@ -86,8 +86,9 @@ def find_invited(key: bytes | None, report: Callable[[str], None], *, mdns: bool
     """Peers that answer now: those of a node on this machine, else those that mDNS finds, else those of former runs.
 
     None if there are none. `key` is that of a private swarm, which mDNS does not look for. `report` is told in lines
-    what takes long, and what was found. Peers that only this machine can dial count if nothing else answers. After
-    `FIND_S` seconds nobody else is asked, and what was found by then counts.
+    what takes long, and what was found. If only this machine can dial the peers that answer, others of the same `key`
+    are asked too; without a key no other swarm is looked for. After `FIND_S` seconds nobody else is asked, and the
+    peers that were found by then count.
     """
     with single_error():
         return run_async(partial(_find, mdns=mdns), key, report)
@@ -106,6 +107,8 @@ async def _find(key: bytes | None, report: Callable[[str], None], *, mdns: bool)
                 if found.reach is not DialledFrom.MACHINE:
                     return found
                 here_alone = here_alone or found
+            if here_alone is not None and key is None:
+                return here_alone  # the user runs this swarm: the next ways lead to swarms of others
     if scope.cancelled_caught:
         report(f"{FIND_S:g} s have passed, and nobody else is asked")
     return here_alone

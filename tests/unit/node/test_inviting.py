@@ -11,7 +11,7 @@ from argparse import Namespace
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import pytest
 import trio
@@ -166,15 +166,31 @@ async def test_peers_that_others_can_dial_go_before_a_server_of_this_machine_alo
     lan = next((each for each in usable if scope_of(each) not in (None, "machine", "link")), None)
     if lan is None:
         pytest.skip("this machine has no address but those of its loopback")
-    lines: list[str] = []
-    async with exact_node() as own, exact_node(listen=[f"/ip4/{lan}/tcp/0"]) as other, noted(own.network):
+    lines, key = list[str](), b"k" * 32
+    private = partial(exact_node, swarm_key=Invite((), key))
+    async with private() as own, private(listen=[f"/ip4/{lan}/tcp/0"]) as other, noted(own.network, key):
         await until_online(other)
-        FormerPeers([PEER.format(lan)], None).write([other.addresses], time.time())
-        found = await inviting._find(None, lines.append, mdns=False)
+        FormerPeers([PEER.format(lan)], key).write([other.addresses], time.time())
+        found = await inviting._find(key, lines.append, mdns=False)
         assert found == Found(tuple(other.addresses), EXACT, DialledFrom.NETWORK)
-        async with noted(other.network):
-            assert await inviting._find(None, lines.append, mdns=False) == replace(found, models=OUR_EXACT)
+        async with noted(other.network, key):
+            assert await inviting._find(key, lines.append, mdns=False) == replace(found, models=OUR_EXACT)
     assert [line.partition(":")[0] for line in lines] == [f"found {HERE}", f"found {FORMER}", f"found {HERE}"]
+
+
+@in_trio
+async def test_with_a_public_swarm_of_this_machine_alone_no_swarm_of_others_is_looked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def looked(*_: object) -> NoReturn:
+        pytest.fail("the user runs a swarm here: an invite to another one would lead people to strangers")
+
+    monkeypatch.setattr(inviting, "_nearby", looked)
+    monkeypatch.setattr(inviting, "_former", looked)
+    async with exact_node() as own, noted(own.network):
+        await until_online(own)
+        found = await inviting._find(None, lambda _: None, mdns=True)
+        assert found == Found(tuple(own.addresses), OUR_EXACT, DialledFrom.MACHINE)
 
 
 @in_trio
@@ -192,13 +208,15 @@ async def test_a_stranger_is_named_where_it_answered_before_all_that_it_announce
 def test_silent_peers_are_told_of_and_given_up_in_time_with_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of them would take 10 s. When one is dialled, the clock jumps by that time."""
     clock, lines, dialled = trio.testing.MockClock(rate=1.0), list[str](), list[trio.SocketStream]()
+    key = b"k" * 32
 
     async def take(stream: trio.SocketStream) -> None:
         dialled.append(stream)
         clock.jump(LinkPolicy().dial_timeout_s + 1.0)
 
     async def main() -> None:
-        async with trio.open_nursery() as nursery, exact_node() as own, noted(own.network):
+        node = exact_node(swarm_key=Invite((), key))
+        async with trio.open_nursery() as nursery, node as own, noted(own.network, key):
             await until_online(own)
             swarms: list[list[list[str]]] = []
             for number in range(inviting.MOST_FORMER_SWARMS):
@@ -209,8 +227,8 @@ def test_silent_peers_are_told_of_and_given_up_in_time_with_what_was_found(monke
             with monkeypatch.context() as patch:
                 patch.setattr(former_peers, "_MACHINE", "no machine")  # else what is on loopback is not remembered
                 for number, peers in enumerate(swarms):
-                    FormerPeers([f"{PEER.format('127.0.0.1')}{number}"], None).write(peers, time.time())
-            found = await inviting._find(None, lines.append, mdns=False)
+                    FormerPeers([f"{PEER.format('127.0.0.1')}{number}"], key).write(peers, time.time())
+            found = await inviting._find(key, lines.append, mdns=False)
             assert found == Found(tuple(own.addresses), OUR_EXACT, DialledFrom.MACHINE)
             nursery.cancel_scope.cancel()
 
