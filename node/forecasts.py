@@ -25,7 +25,7 @@ from llmnode.swarm.membership import wall_clock_ms
 from llmnode.swarm.own_nodes import running_nodes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from llmnode.core.announcement import Announcement
     from llmnode.core.model import ModelInfo
@@ -87,17 +87,18 @@ class Forecasts:
     """Those of this machine, with what came of them, and the peers of a swarm that run here."""
 
     entries: Mapping[str, tuple[Forecast, Measured]]
-    own: Collection[PeerId]
+    own: Mapping[PeerId, float]
+    """When each of these peers was started, in seconds since 1970."""
 
 
-NO_FORECASTS = Forecasts({}, ())
+NO_FORECASTS = Forecasts({}, {})
 
 
 async def read_forecasts(swarm_key: bytes | None) -> Forecasts:
     """For the swarm of this key. There are none if the disk of the cache hangs."""
 
     def read() -> Forecasts:
-        return Forecasts(_read(), {each.peer for each in running_nodes(swarm_key)})
+        return Forecasts(_read(), {each.peer: each.began_s for each in running_nodes(swarm_key)})
 
     return await in_time_or(read, NO_FORECASTS, "no forecasts are shown")
 
@@ -181,8 +182,8 @@ def compared(
 ) -> tuple[int, list[Compared]] | None:
     """When the forecast was made (in ms), and its figures beside the measured ones; None without a forecast.
 
-    `key` is the digest of a model, its precision and its number of blocks. The first of its `servers` on this machine
-    with the forecast's number of blocks has its memory and upload compared.
+    `key` is the digest of a model, its precision and its number of blocks. Memory and upload are compared with those
+    of one of its `servers`: see `_own_server`.
     """
     digest, dtype, blocks = key
     if (found := forecasts.entries.get(f"{digest}; {dtype}")) is None:
@@ -191,13 +192,11 @@ def compared(
     if forecast.model_blocks not in (0, blocks):
         return None
     used_bytes = memory_bytes = upload_bytes_per_s = 0.0
-    for each in servers:
-        if each.peer in forecasts.own and len(each.offer.span) == forecast.blocks:
-            used_bytes = (each.offer.kv_tokens - each.offer.kv_tokens_free) * forecast.kv_position_bytes
-            upload_bytes_per_s = each.offer.speed.upload_bytes_per_s
-            told = figures.get(each.peer)
-            memory_bytes = told.measured_bytes if told and told.predicted_bytes else 0
-            break
+    if (own := _own_server(forecast, forecasts.own, servers, figures)) is not None:
+        used_bytes = (own.offer.kv_tokens - own.offer.kv_tokens_free) * forecast.kv_position_bytes
+        upload_bytes_per_s = own.offer.speed.upload_bytes_per_s
+        told = figures.get(own.peer)
+        memory_bytes = told.measured_bytes if told and told.predicted_bytes else 0
     prompt = _unlike(measured.prompt_tokens, forecast.prompt_tokens, "token")
     sessions = _unlike(measured.sessions, forecast.sessions, "session")
     return forecast.at_ms, [
@@ -215,6 +214,24 @@ def compared(
         _compared("memory", "bytes", forecast.base_bytes + used_bytes, memory_bytes),
         _compared("upload", "bytes/s", forecast.upload_bytes_per_s, upload_bytes_per_s),
     ]
+
+
+def _own_server(
+    forecast: Forecast,
+    began_s: Mapping[PeerId, float],
+    servers: Sequence[Announcement],
+    figures: Mapping[PeerId, ServerFigures],
+) -> Announcement | None:
+    """The server of this machine that the forecast was made for: the first one with its number of blocks that was
+    started after it. If there is none, it is the last one before. One that tells its figures goes first.
+    """
+
+    def distance(each: Announcement) -> tuple[bool, bool, float]:
+        after_ms = 1000 * began_s[each.peer] - forecast.at_ms
+        return each.peer not in figures, after_ms < 0, abs(after_ms)
+
+    own = [each for each in servers if each.peer in began_s and len(each.offer.span) == forecast.blocks]
+    return min(own, key=distance, default=None)
 
 
 def _compared(name: str, unit: str, predicted: float, measured: float, beside: str = "") -> Compared:

@@ -51,6 +51,8 @@ class NotedNode:
     addresses: list[str]
     listening: list[str] = field(default_factory=list)
     """Where it listens without announcing it: its machine dials it there, also where a router has no hairpin NAT."""
+    began_s: float = field(default=0.0, compare=False)
+    """When it was started, in seconds since 1970."""
 
 
 async def note_running(
@@ -116,18 +118,18 @@ def running_nodes(swarm_key: bytes | None, policy: JoinPolicy | None = None) -> 
                     living.append((written_s, file))
                 else:
                     file.unlink()
-    found: list[tuple[float, NotedNode]] = []
+    found: list[NotedNode] = []
     for number, (_, file) in enumerate(sorted(living, reverse=True)):
         if number < MOST_NODES:
             found += _read(file, swarm_name(swarm_key))
         else:
             with suppress(OSError):
                 file.unlink()
-    return [node for _, node in sorted(found, key=lambda each: -each[0])]
+    return sorted(found, key=lambda each: -each.began_s)
 
 
-def _read(file: Path, swarm: str) -> list[tuple[float, NotedNode]]:
-    """When the node was started, and the node. Empty for one of another swarm, and for a file that is damaged."""
+def _read(file: Path, swarm: str) -> list[NotedNode]:
+    """The node of a file. Empty for one of another swarm, and for a file that is damaged."""
     try:
         content = json.loads(read_file(file, str(file), MOST_BYTES))
         if (content["version"], content["of"]) != (VERSION, swarm):
@@ -138,7 +140,7 @@ def _read(file: Path, swarm: str) -> list[tuple[float, NotedNode]]:
         )
         peer = content["peer"]
         is_peer = isinstance(peer, str) and len(peer) <= MOST_PEER_CHARS
-        return [(float(content["s"]), NotedNode(PeerId(peer), addresses, listening))] if is_peer else []
+        return [NotedNode(PeerId(peer), addresses, listening, float(content["s"]))] if is_peer else []
     except (ConfigError, ValueError, TypeError, KeyError, RecursionError, OverflowError):
         return []
 

@@ -66,7 +66,7 @@ def status(model: ModelInfo = MODEL, span: Span = NODE.span, measured_bytes: int
 
 def forecasts_of(*own: PeerId) -> Forecasts:
     """Those that are kept. `own` are the servers on this machine."""
-    return replace(trio.run(forecasts.read_forecasts, None), own=own)
+    return replace(trio.run(forecasts.read_forecasts, None), own=dict.fromkeys(own, 0.0))
 
 
 def is_known(model: ModelStatus) -> bool:
@@ -110,6 +110,36 @@ def test_what_cannot_be_compared_has_no_error_and_says_why() -> None:
         assert (found[name].beside, found[name].error) == (beside, None)
         assert found[name].measured
     assert found["memory"].measured is None, "it serves other blocks"
+
+
+def test_of_two_own_servers_the_one_that_was_started_after_the_forecast_has_its_memory_compared() -> None:
+    keep_forecast(PLAN)
+    kept = forecasts_of()
+    ((forecast, _),) = kept.entries.values()
+    model, made_s = status(), forecast.at_ms / 1000
+    (announced,), report = model.servers, model.answers[OWN]
+    assert report.figures is not None
+    names = [PeerId(name) for name in ("long before", "before", "after", "later")]
+    servers = [replace(announced, peer=peer) for peer in names]
+    answers = {
+        peer: replace(report, figures=replace(report.figures, measured_bytes=number << 20))
+        for number, peer in enumerate(names, 1)
+    }
+    began = dict(zip(names, (made_s - 100, made_s - 10, made_s + 20, made_s + 200), strict=True))
+
+    def measured_mib(*own: str) -> float | None:
+        here = replace(kept, own={peer: began[peer] for peer in names if peer in own})
+        found = replace(model, servers=servers, answers=answers).compared(here)
+        assert found is not None
+        (memory,) = (each.measured for each in found[1] if each.name == "memory")
+        return memory and memory / (1 << 20)
+
+    assert measured_mib(*names) == measured_mib("after", "later") == 3
+    assert measured_mib("long before", "before") == 2
+    assert measured_mib("long before", "later") == 4
+    answers.pop(names[2])
+    assert measured_mib(*names) == 4, "one that was killed tells nothing"
+    assert measured_mib() is None
 
 
 def test_a_new_forecast_begins_anew_and_other_models_have_none() -> None:
