@@ -38,6 +38,7 @@ from llmnode.node.findings import (
     check_unread,
 )
 from llmnode.node.reach import explain, look_by_version
+from llmnode.node.text import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -230,7 +231,7 @@ async def check_peers(doctor: Doctor, model: ModelInfo | None) -> None:
     reached: list[str] = []
     failures: list[PeerError] = []
     addresses = list(dict.fromkeys(doctor.config.to.peers))
-    doctor.working(f"asking {len(addresses)} peers")
+    doctor.working(f"asking {counted(len(addresses), 'peer')}")
     described: dict[str, Description] = {}
     async with AsyncExitStack() as stack:
         # One network has one connection to a peer, whatever its addresses: each address of a peer gets another.

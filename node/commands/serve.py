@@ -22,6 +22,7 @@ from llmnode.node.commands.options import (
     worker_config,
 )
 from llmnode.node.terminal import show, show_json, tell
+from llmnode.node.text import counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -227,12 +228,15 @@ def _report_json(text: str) -> None:
 
 
 def _addresses(addresses: Sequence[str]) -> None:
-    tell(f"now reached at {' '.join(addresses)}" if addresses else "not reached any more: no relay reserves for us")
+    tell(_reached(addresses))
 
 
 def _addresses_json(addresses: Sequence[str]) -> None:
-    text = f"now reached at {len(addresses)} addresses"
-    show_json({"event": "addresses", "addresses": list(addresses), "text": text})
+    show_json({"event": "addresses", "addresses": list(addresses), "text": _reached(addresses)})
+
+
+def _reached(addresses: Sequence[str]) -> str:
+    return f"now reached at {' '.join(addresses)}" if addresses else "not reached any more: no relay reserves for us"
 
 
 def _worker(text: str, _serves: bool) -> None:
@@ -254,7 +258,7 @@ def _draining_json(sessions: int) -> None:
 
 
 def _left(sessions: int) -> str:
-    return f"draining: {sessions} session{'s' * (sessions > 1)} left; again to leave at once"
+    return f"draining: {counted(sessions, 'session')} left; again to leave at once"
 
 
 def _invite(node: RunningNode) -> Invite | None:
