@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 import trio
 
-from llmnode.core.peers.peer_speed import Word
+from llmnode.core.peers.peer_speed import PromisedTime
 from llmnode.core.policy import AdmissionPolicy, ClientPolicy, RecoveryPolicy, RoutePolicy
 from llmnode.core.span import Span
 from llmnode.errors import NoRoute
@@ -46,7 +46,7 @@ async def slow_hop() -> AsyncIterator[tuple[SessionHops, SessionHop, PeerFinder]
         async with world.client() as client, client.router.open_session(64, Codec.RAW) as session:
             await Dialogue(session, random.Random(0)).step(4)
             (hop,) = session._hops.hops
-            hop.word = Word(position_s=0.001, patience_s=8.0)
+            hop.promised = PromisedTime(position_s=0.001, patience_s=8.0)
             hop.overtime.total_s, hop.overtime.position_s = 20.0, 10.0
             yield session._hops, hop, client.router.finder
 
@@ -117,7 +117,7 @@ async def test_a_session_that_has_left_a_slow_hop_waits_for_kv_as_long_as_one_wh
         assert hop.hop.peer == slow
         await trio.sleep(ClientPolicy().route.ban_s)
         await finder.note_slow(ALL_BLOCKS, [slow])
-        hop.word = Word(position_s=0.001, patience_s=8.0)
+        hop.promised = PromisedTime(position_s=0.001, patience_s=8.0)
         hop.overtime.total_s, hop.overtime.position_s = 20.0, 10.0
         held = await fill(fast, KV_TOKENS // 2, KV_TOKENS // 2)
         await fill(slow, KV_TOKENS // 2, KV_TOKENS // 2 - LENGTH)

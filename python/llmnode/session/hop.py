@@ -174,7 +174,7 @@ class SessionHop(HopState):
         well = (each for each in others if (each.hop, each._reached) == place and each.failure is None)
         if (hop := next(well, None)) is None:
             hop = SessionHop(self.hop, self._reached, self.terms)
-            hop.word, hop.has_replacement = self.word, self.has_replacement
+            hop.promised, hop.has_replacement = self.promised, self.has_replacement
         return hop
 
     async def become_copy(self, opened: Epoch, request: Request) -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from llmnode.core.ids import PeerId
-    from llmnode.core.peers.peer_speed import Word
+    from llmnode.core.peers.peer_speed import PromisedTime
     from llmnode.core.route import Route
     from llmnode.errors import LlmnodeError
     from llmnode.receipts.book import ReceiptBook
@@ -271,9 +271,9 @@ class SessionHops:
         """
         hops = [SessionHop(hop, connections[hop.peer], self.terms) for hop in route]
         finder = self.tools.finder
-        words: Sequence[Word | None] = [None] * len(hops) if finder is None else finder.words(route)
-        for hop, word in zip(hops, words, strict=True):
-            hop.word = word
+        promised: Sequence[PromisedTime | None] = [None] * len(hops) if finder is None else finder.promised_times(route)
+        for hop, time in zip(hops, promised, strict=True):
+            hop.promised = time
             if finder is not None:
                 hop.has_replacement = partial(finder.has_replacement, hop.hop, self.terms.max_length)
             hop.check_prompts()

@@ -41,7 +41,7 @@ class Leaving:
         position_s = hop.overtime.position_s
         hop.overtime.forget()
         left = self._terms.max_length - position
-        if hop.word is None or left * position_s < position * hop.word.position_s:
+        if hop.promised is None or left * position_s < position * hop.promised.position_s:
             return  # the replay would take longer
         await finder.note_slow(hop.hop.span, [hop.hop.peer])
         beside = {each.hop.peer for each in hops if each is not hop}

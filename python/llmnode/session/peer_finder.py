@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from llmnode.core.announcement import Announcement
     from llmnode.core.ids import PeerId
     from llmnode.core.model import ModelInfo
-    from llmnode.core.peers.peer_speed import Word
+    from llmnode.core.peers.peer_speed import PromisedTime
     from llmnode.core.policy import ClientPolicy
     from llmnode.core.route import Held, Ways
     from llmnode.receipts.book import Run
@@ -126,9 +126,10 @@ class PeerFinder:
         if self._trials.is_running:
             await self._newcomers.wait(span, self.records.good(self._usable()), avoid)
 
-    def words(self, route: Route) -> list[Word | None]:
-        """The word that the peer of each hop is held to; None if no others could take its place."""
-        return self.records.standing.words(route, self._usable(), self.policy.step_patience_s, trio.current_time())
+    def promised_times(self, route: Route) -> list[PromisedTime | None]:
+        """The promised time of the peer of each hop; None if no other peer could take its place."""
+        usual_s, now_s = self.policy.step_patience_s, trio.current_time()
+        return self.records.standing.promised_times(route, self._usable(), usual_s, now_s)
 
     def instead_s(
         self, hop: Hop, length: int, *, beside: Collection[PeerId], at_once: int, since_s: float = -inf

@@ -196,7 +196,7 @@ class _Passage(Generic[HopT]):
         hop, positions = self.hop, self.chunk.length
         timeout_s, policy = hop.timeout_s(positions), hop.terms.policy
         early_s = inf
-        if hop.has_computed and hop.word is not None and positions <= policy.standing.short_step:
+        if hop.has_computed and hop.promised is not None and positions <= policy.standing.short_step:
             early_s = max(policy.replaced_patience_s, timeout_s - policy.step_patience_s + policy.replaced_patience_s)
         return (yield Receive(hop, FrameType.RESULT, timeout_s, early_s))
 

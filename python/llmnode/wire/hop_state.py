@@ -39,7 +39,7 @@ from llmnode.wire.refusal import memory_in_s
 
 if TYPE_CHECKING:
     from llmnode.core.operations import DeepPrompts
-    from llmnode.core.peers.peer_speed import Word
+    from llmnode.core.peers.peer_speed import PromisedTime
     from llmnode.core.route import Hop
     from llmnode.wire.chunk import Chunk
     from llmnode.wire.frame import Buffer
@@ -76,7 +76,7 @@ class HopState:
         """The first failure: the hop is lost."""
         self.pushing = PushState(terms.policy.push)
         self.pace = PeerSpeed()
-        self.word: Word | None = None
+        self.promised: PromisedTime | None = None
         """The peer is held to it, if others could take its place."""
         self.has_computed = False
         """It has computed a chunk."""
@@ -270,13 +270,13 @@ class HopState:
         return blamed
 
     def timeout_s(self, positions: int) -> float:
-        """The time for a step, by what its steps took before; for the first one, by its word."""
-        policy, word, expected_s = self.terms.policy, self.word, self.pace.expected_s(positions)
+        """The time for a step, by what its steps took before; for the first one, by its announced speed."""
+        policy, promised, expected_s = self.terms.policy, self.promised, self.pace.expected_s(positions)
         patience_s = policy.step_patience_s
         if expected_s is None:
-            if word is None:
+            if promised is None:
                 return policy.step_timeout_s
-            patience_s, expected_s = word.patience_s + self._way_s(positions), word.position_s * positions
+            patience_s, expected_s = promised.patience_s + self._way_s(positions), promised.position_s * positions
         return min(policy.step_timeout_s, patience_s + policy.step_patience_times * expected_s)
 
     def pause_s(self, error: PeerError | None, waited_s: float) -> float | None:
@@ -285,7 +285,7 @@ class HopState:
         It is, if it has no memory now, nobody else could take its place, and this has not lasted for too long.
         """
         policy, retry_s = self.terms.policy, memory_in_s(error)
-        if retry_s is None or self.word is not None or waited_s >= policy.memory_patience_s:
+        if retry_s is None or self.promised is not None or waited_s >= policy.memory_patience_s:
             return None
         self.memory_refusals += 1
         return min(max(retry_s, policy.route.retry_s), policy.route.longest_pause_s)
@@ -303,8 +303,8 @@ class HopState:
         self.under_way -= positions
         self.has_computed = True
         self.pace.note(positions, took_s)
-        if self.word is not None:
-            self.overtime.note(self.word, positions, took_s)
+        if self.promised is not None:
+            self.overtime.note(self.promised, positions, took_s)
 
     def _way_s(self, positions: int) -> float:
         return self._form.bytes_of(positions) / self.terms.policy.standing.first_bytes_per_s

@@ -10,7 +10,7 @@ import pytest
 from llmnode._native import blake3_digest
 from llmnode.core.ids import Epoch, PeerId, SessionId, Step
 from llmnode.core.model import ModelInfo
-from llmnode.core.peers.peer_speed import Word
+from llmnode.core.peers.peer_speed import PromisedTime
 from llmnode.core.policy import ClientPolicy
 from llmnode.core.route import Hop
 from llmnode.core.span import Span
@@ -148,7 +148,7 @@ def test_a_hop_without_memory_is_given_the_step_again_if_nobody_could_take_its_p
         way([alone], iter([NO_MEMORY, late(), NO_MEMORY, result(GIVEN, LAST)]))
     assert alone.failure is None
     assert alone.memory_refusals == 2
-    alone.word = Word(0.001, 8.0)
+    alone.promised = PromisedTime(0.001, 8.0)
     with pytest.raises(PeerRefused):
         way([alone], iter([NO_MEMORY]))
     assert alone.failure is NO_MEMORY
@@ -175,7 +175,7 @@ def test_a_hop_is_waited_for_only_if_it_says_when_it_may_have_memory_and_not_for
 
 def test_the_first_step_has_the_time_of_its_word_and_of_its_way() -> None:
     first, policy = hop(0), TERMS.policy
-    first.word = Word(position_s=0.001, patience_s=8.0)
+    first.promised = PromisedTime(position_s=0.001, patience_s=8.0)
     for positions in (1, 1000):
         way_s = 4 * positions / policy.standing.first_bytes_per_s
         assert first.timeout_s(positions) == pytest.approx(8.0 + way_s + 0.001 * positions * policy.step_patience_times)

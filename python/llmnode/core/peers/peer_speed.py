@@ -1,4 +1,4 @@
-"""How long a peer takes for a step, judged by what it took before, and by its word. Knows no clock: times are told."""
+"""How long a peer takes for a step: by its earlier steps and its announced speed. Knows no clock: times are told."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class PeerSpeed:
 
 
 @dataclass(frozen=True, slots=True)
-class Word:
+class PromisedTime:
     """The time that a peer says it takes for one position, and how long a client waits beyond that at first.
 
-    A peer that says that it is fast is held to that. One that says that it is slow gets fewer sessions.
+    A peer that says that it is fast has a short deadline. One that says that it is slow gets fewer sessions.
     """
 
     position_s: float
@@ -52,7 +52,7 @@ class Word:
 
 
 class Overtime:
-    """The time that one hop took beyond its `word`, in steps that were much longer than that.
+    """The time that one hop took beyond its promised time, in steps that were much longer than that.
 
     A step that was not halves it: a long session has a slow step from time to time.
     """
@@ -63,11 +63,11 @@ class Overtime:
         self.position_s = 0.0
         """The time for a position of the latest of these steps."""
 
-    def note(self, word: Word, positions: int, took_s: float) -> None:
+    def note(self, promised: PromisedTime, positions: int, took_s: float) -> None:
         """A step of this number of positions took this long."""
         if positions > self._policy.short_step:
             return
-        said_s = word.position_s * positions
+        said_s = promised.position_s * positions
         if took_s <= self._policy.slow_step_s + self._policy.believed_times * said_s:
             self.total_s /= 2
         else:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from statistics import median, median_low
 from typing import TYPE_CHECKING, NamedTuple
 
-from llmnode.core.peers.peer_speed import Word
+from llmnode.core.peers.peer_speed import PromisedTime
 from llmnode.core.route import HopCost, covers
 from llmnode.core.speed import KB
 
@@ -238,32 +238,34 @@ class Standing:
         known = self._fresh(peer, now_s)
         return known is not None and known.positions >= self._policy.proven_positions
 
-    def word(self, peer: PeerId, position_s: float, usual_s: float, now_s: float) -> Word:
-        """The peer is held to this in a session's first step, if it says that a position takes it `position_s`.
+    def promised_time(self, peer: PeerId, position_s: float, usual_s: float, now_s: float) -> PromisedTime:
+        """The deadline of a peer in the first step of a session, if it announces `position_s` for a position.
 
         `usual_s` is the patience with one that has proved itself. One that has computed something lately, in a trial
         for example, was quick or slow then: a quick one that answers no step is given up sooner.
         """
         if self.is_proven(peer, now_s):
-            return Word(position_s, usual_s)
+            return PromisedTime(position_s, usual_s)
         known, policy = self._fresh(peer, now_s), self._policy
         patience_s = policy.first_patience_s
         if known is not None and known.positions and now_s <= known.short_s + policy.tried_s:
             slowest_s = max(took_s for _, took_s, _ in known.short_steps)
             patience_s = min(patience_s, policy.tried_patience_s + policy.tried_patience_times * slowest_s)
-        return Word(position_s, patience_s * 2.0 ** self._failures(known))
+        return PromisedTime(position_s, patience_s * 2.0 ** self._failures(known))
 
-    def words(self, route: Route, usable: Sequence[Announcement], usual_s: float, now_s: float) -> list[Word | None]:
-        """The word of the peer of each hop; None if no others of the `usable` ones could take its place."""
+    def promised_times(
+        self, route: Route, usable: Sequence[Announcement], usual_s: float, now_s: float
+    ) -> list[PromisedTime | None]:
+        """The promised time of the peer of each hop; None if no other of the `usable` ones could take its place."""
         offers = {each.peer: each.offer for each in usable}
-        found: list[Word | None] = []
+        found: list[PromisedTime | None] = []
         for hop in route:
             offer, others = offers.get(hop.peer), [each.span for peer, each in offers.items() if peer != hop.peer]
             if offer is None or not covers(others, hop.span):
                 found.append(None)
             else:
                 block_s = offer.block_us / 1e6 or HopCost().block_s
-                found.append(self.word(hop.peer, len(hop.span) * block_s, usual_s, now_s))
+                found.append(self.promised_time(hop.peer, len(hop.span) * block_s, usual_s, now_s))
         return found
 
     def costs(

@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmnode.core.peers.peer_speed import KEPT, Overtime, PeerSpeed, Word
+from llmnode.core.peers.peer_speed import KEPT, Overtime, PeerSpeed, PromisedTime
 from llmnode.core.policy import StandingPolicy
 
 STANDING = StandingPolicy()
-WORD = Word(position_s=0.01, patience_s=8.0)
+PROMISED = PromisedTime(position_s=0.01, patience_s=8.0)
 
 steps = st.lists(st.tuples(st.integers(1, 10_000), st.floats(0, 1e6)), min_size=1, max_size=2 * KEPT)
 
@@ -47,26 +47,26 @@ def test_what_was_long_ago_is_forgotten(taken: list[tuple[int, float]]) -> None:
 def test_overtime_is_what_slow_steps_take_beyond_what_was_said() -> None:
     overtime = Overtime(STANDING)
     for _ in range(3):
-        overtime.note(WORD, 2, 2.0)
+        overtime.note(PROMISED, 2, 2.0)
     assert (overtime.total_s, overtime.position_s) == (3 * (2.0 - 2 * 0.01), 1.0)
-    overtime.note(WORD, STANDING.short_step + 1, 100.0)
+    overtime.note(PROMISED, STANDING.short_step + 1, 100.0)
     assert overtime.total_s == 3 * (2.0 - 2 * 0.01), "a prefill does not show the time of a token"
 
 
 @given(st.floats(0, 1e6))
 def test_one_slow_step_is_never_enough_to_leave_a_hop(took_s: float) -> None:
     overtime = Overtime(STANDING)
-    overtime.note(WORD, 1, took_s)
+    overtime.note(PROMISED, 1, took_s)
     assert overtime.total_s < STANDING.slow_total_s
-    overtime.note(WORD, 1, 1e6)
-    overtime.note(WORD, 1, 1e6)
+    overtime.note(PROMISED, 1, 1e6)
+    overtime.note(PROMISED, 1, 1e6)
     assert overtime.total_s >= STANDING.slow_total_s
 
 
 def test_a_slow_step_from_time_to_time_adds_up_to_nothing() -> None:
     overtime = Overtime(STANDING)
     for _ in range(1000):
-        overtime.note(WORD, 1, 2.0)
+        overtime.note(PROMISED, 1, 2.0)
         for _ in range(4):
-            overtime.note(WORD, 1, STANDING.slow_step_s)
+            overtime.note(PROMISED, 1, STANDING.slow_step_s)
     assert overtime.total_s < STANDING.slow_total_s

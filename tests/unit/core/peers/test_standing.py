@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmnode.core.ids import PeerId
-from llmnode.core.peers.peer_speed import Word
+from llmnode.core.peers.peer_speed import PromisedTime
 from llmnode.core.peers.standing import MOST_SUPPOSED_S, PEERS, SLOW, Candidate, DecodeTime, Standing
 from llmnode.core.route import HopCost
 from unit.standing_peers import (
@@ -98,12 +98,12 @@ def test_patience_with_a_stranger_doubles_with_each_failure() -> None:
     standing = Standing(POLICY)
     waits_s = []
     for _ in range(POLICY.most_failures + 2):
-        waits_s.append(standing.word(LIAR, 0.1, 15.0, 0.0).patience_s)
+        waits_s.append(standing.promised_time(LIAR, 0.1, 15.0, 0.0).patience_s)
         standing.note_failed(LIAR, 0.0)
     assert waits_s[:3] == [POLICY.first_patience_s * times for times in (1, 2, 4)]
     assert waits_s[-1] == waits_s[-2] == POLICY.first_patience_s * 2**POLICY.most_failures
     serve(standing, LIAR, 0.01)
-    assert standing.word(LIAR, 0.1, 15.0, 0.0) == Word(0.1, 15.0), "it has proved itself"
+    assert standing.promised_time(LIAR, 0.1, 15.0, 0.0) == PromisedTime(0.1, 15.0), "it has proved itself"
 
 
 def test_patience_with_a_peer_that_has_computed_in_a_trial_follows_the_time_that_it_took() -> None:
@@ -112,15 +112,16 @@ def test_patience_with_a_peer_that_has_computed_in_a_trial_follows_the_time_that
     for took_s in (0.0, 0.05, 0.2, 1.0):
         standing = Standing(POLICY)
         standing.note_served(LIAR, BLOCKS, 1, took_s, 0.0)
-        patience_s = standing.word(LIAR, 0.1, 15.0, POLICY.tried_s).patience_s
+        patience_s = standing.promised_time(LIAR, 0.1, 15.0, POLICY.tried_s).patience_s
         assert patience_s == pytest.approx(min(first_s, tried_s + POLICY.tried_patience_times * took_s))
-        assert standing.word(LIAR, 0.1, 15.0, POLICY.tried_s + 1).patience_s == first_s, "it may be busier now"
+        assert standing.promised_time(LIAR, 0.1, 15.0, POLICY.tried_s + 1).patience_s == first_s, "it may be busier now"
         standing.note_failed(LIAR, 0.0)
-        assert standing.word(LIAR, 0.1, 15.0, 0.0).patience_s == 2 * first_s, "it may just be slow"
+        assert standing.promised_time(LIAR, 0.1, 15.0, 0.0).patience_s == 2 * first_s, "it may just be slow"
         standing.note_served(LIAR, BLOCKS, 1, took_s, 0.0)
-        assert standing.word(LIAR, 0.1, 15.0, 0.0).patience_s == 2 * patience_s
+        assert standing.promised_time(LIAR, 0.1, 15.0, 0.0).patience_s == 2 * patience_s
         standing.note_served(LIAR, BLOCKS, 500, 9.0, POLICY.tried_s + 1)
-        assert standing.word(LIAR, 0.1, 15.0, POLICY.tried_s + 1).patience_s == 2 * first_s, "a prefill shows little"
+        patience_s = standing.promised_time(LIAR, 0.1, 15.0, POLICY.tried_s + 1).patience_s
+        assert patience_s == 2 * first_s, "a prefill shows little"
     assert tried_s < first_s
 
 
