@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 ALONE = "no node runs on this machine, no peer of a former run answers"
 IN_FILE = "FILE_WITH_INVITE"
-"""How commands are given an invite with a key: on a command line it would stand in the list of processes."""
+"""How commands are given an invite with a key: other users of a machine can read its command lines."""
 NO_MDNS = "and mDNS is switched off"
 NOT_NEARBY = "and mDNS finds none in this network"
 
@@ -100,8 +100,8 @@ def run(arguments: argparse.Namespace) -> int:
     elif told := warning_of_reach(reach):
         say(told)
     if found.key is not None:
-        say("whoever has this can join: send it to members alone, over what nobody else reads")
-        say("give commands a file with it: what is on a command line stands in the list of processes")
+        say("anybody with this invite can join: send it to members alone, over a channel that nobody else can read")
+        say("give commands a file with it: other users of a machine can read its command lines")
     if arguments.json:
         answer = {"invite": invite, "swarm_key": file and str(file), "peers": found.peers, "model": found.model}
         show_json(answer)
@@ -176,7 +176,8 @@ def _model_of(asked: str | None, served: Sequence[ServedModel], form: str) -> st
     chosen, *others = served  # ours is the first
     if chosen.elsewhere is None:
         ways = "; ".join(ways_with_model(form))
-        say(f"its servers have {chosen.name} in files, which those whom you invite need too; {ways}")
+        whose = f"the servers have {chosen.name} in files, which all users of the invite need, too"
+        say(f"it names no model: {whose}; {ways}")
         return None
     if others:
         own = f"it names the model of your own servers, {chosen.elsewhere}"
@@ -185,8 +186,8 @@ def _model_of(asked: str | None, served: Sequence[ServedModel], form: str) -> st
         say(f"it names the model that the servers have, {chosen.elsewhere}; for another one: --model")
     else:
         say(
-            f"it names a model of which strangers at one address alone say that they serve it, {chosen.elsewhere}: all "
-            "whom you invite download that; for another one: --model"
+            f"it names {chosen.elsewhere}, which only strangers at one address say that they serve: all users of the "
+            "invite download it; for another one: --model"
         )
     return chosen.elsewhere
 
@@ -203,7 +204,7 @@ def _name_elsewhere(asked: str, form: str) -> str:
     folder = open_model(asked, say)
     if (name := name_elsewhere(folder.name, folder.digest)) is None:
         raise ConfigError(
-            f"--model {asked}: only this machine has these files: leave it out, and give the files to those whom you "
+            f"--model {asked}: only this machine has these files: leave it out, and give the files to the users of the "
             f"invite; {'; '.join(ways_with_model(form))}"
         )
     return name

@@ -122,7 +122,7 @@ def _entry(arguments: argparse.Namespace, dest: str, invite: str | None) -> Invi
 def ways_with_model(invite: str) -> tuple[str, str]:
     """How to use and how to join a swarm by an `invite` without a model, as lines for its reader.
 
-    An invite with a key is to be in a file: what is on a command line stands in the list of processes.
+    An invite with a key is to be in a file: other users of a machine can read its command lines.
     """
     return (
         f"to use it: llmnode chat --model MODEL {invite}",

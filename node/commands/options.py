@@ -125,7 +125,7 @@ def add_worker(parser: Parser) -> None:
     add_precision(
         parser,
         "what the blocks are computed in: float32 is exact (default); auto takes a precision of the swarm: "
-        "one to complete with these blocks, else the one to add most tokens/s to; without a swarm, bfloat16 on a GPU "
+        "one that these blocks complete, else the one that gains most tokens/s; without a swarm, bfloat16 on a GPU "
         "of Ampere or later, and float32 elsewhere",
         "what their weights are rounded to, for a quarter (int8) or a seventh (nf4) of float32's memory: clients use "
         "such servers where none are exact; auto chooses as --dtype auto does; without a swarm, nf4 on a GPU, int8 "

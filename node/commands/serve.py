@@ -258,7 +258,7 @@ def _draining_json(sessions: int) -> None:
 
 
 def _left(sessions: int) -> str:
-    return f"draining: {counted(sessions, 'session')} left; again to leave at once"
+    return f"draining: {counted(sessions, 'session')} left; stop it again to leave at once"
 
 
 def _invite(node: RunningNode) -> Invite | None:

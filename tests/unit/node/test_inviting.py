@@ -351,7 +351,7 @@ def test_the_only_model_is_named_and_one_of_several_has_to_be(capsys: pytest.Cap
         assert _model_of(None, [one], "INVITE") == ONE.elsewhere
         assert f"it names the model that the servers have, {ONE.elsewhere}" in said(capsys)[1][0]
     assert _model_of(None, [ONE], "INVITE") == ONE.elsewhere
-    assert f"strangers at one address alone say that they serve it, {ONE.elsewhere}" in said(capsys)[1][0]
+    assert f"it names {ONE.elsewhere}, which only strangers at one address say that they serve" in said(capsys)[1][0]
     assert _model_of(None, [ONE, OTHER], "INVITE") is None, "no stranger keeps the user from an invite"
     assert f"several: {ONE.elsewhere}, {OTHER.elsewhere}; to name one: --model" in said(capsys)[1][0]
     assert _model_of(None, [replace(ONE, is_ours=True), replace(OTHER, groups=9)], "INVITE") == ONE.elsewhere
@@ -360,7 +360,7 @@ def test_the_only_model_is_named_and_one_of_several_has_to_be(capsys: pytest.Cap
     for asked in ("org/other", OTHER.elsewhere):
         assert _model_of(asked, [ONE, OTHER], "INVITE") == OTHER.elsewhere, "in the revision that is served"
     assert _model_of(None, EXACT, "INVITE") is None
-    assert "its servers have exact in files, which those whom you invite need too" in said(capsys)[1][0]
+    assert "the servers have exact in files, which all users of the invite need, too" in said(capsys)[1][0]
 
 
 def test_an_invite_with_a_key_is_to_be_in_a_file(capsys: pytest.CaptureFixture[str]) -> None:
