@@ -183,8 +183,6 @@ def _generate_one(opened: OpenClient, config: GenerateConfig, sampler: Sampler, 
     for token in opened.portal.stream(run):
         screen.show(token)
     end_line()
-    if config.receipts is not None:
-        _write(config.receipts, json.dumps(use.transcript))
     note(f"{screen.speed_line()}; {use.wire.line()}; {client.model.precision.name}")
     count, rate, prompt_tokens = len(screen.token_ids), screen.tokens_per_s, len(encoded.token_ids)
     opened.portal.call(lambda: note_text(client.model, count, rate, screen.first_s, prompt_tokens))
@@ -193,6 +191,8 @@ def _generate_one(opened: OpenClient, config: GenerateConfig, sampler: Sampler, 
     if config.json:
         shown = _as_json(client, sampler, encoded, answer)
         show_json({**shown, "wire": use.wire.as_json()})
+    if config.receipts is not None:  # last: an answer is shown though its receipts cannot be written
+        _write(config.receipts, json.dumps(use.transcript))
 
 
 @dataclass(frozen=True, slots=True)

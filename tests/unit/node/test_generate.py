@@ -128,6 +128,14 @@ def test_an_answer_is_empty_if_nothing_of_it_can_be_seen() -> None:
     assert "before its first token" in describe_empty([], "", [])
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a disk that is full is a device of Linux")
+def test_receipts_that_cannot_be_written_hide_no_answer(tokenizer: Any) -> None:
+    run = Run(CannedClient(tokenizer), "generate", "--json", "--receipts", "/dev/full")
+    assert run.status == 2
+    assert run.last == "llmnode: /dev/full: cannot be written (No space left on device): name another file"
+    assert json.loads(run.out)["text"] == "é 好"
+
+
 def test_an_empty_answer_is_said_and_explained(tokenizer: Any, tmp_path: Path) -> None:
     model = CannedClient(tokenizer, says="")
     (answer,) = generated(model, "--prompt", "hi")
