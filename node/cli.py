@@ -6,6 +6,7 @@ import importlib.metadata
 import logging
 import os
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, NoReturn
 
 from llmnode.errors import AdapterError, ConfigError, LlmnodeError, ModelError, single_error
@@ -34,6 +35,7 @@ from llmnode.node.terminal import catch_uncaught, prepared, require_stdout, say
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
     from llmnode.compute.child import MakeLoader
 
@@ -117,10 +119,13 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
 
 def settle_libraries() -> None:
     """Defaults for libraries that read the environment when they are imported. The user's own settings stay."""
+    compiled: Path | None = None
+    with suppress(ConfigError):  # a command that uses the cache says so itself; help and a layout need none
+        compiled = torch_folder()
     for name, value in {
         "HF_HUB_VERBOSITY": "error",
         "OMP_WAIT_POLICY": "PASSIVE",  # idle threads must sleep, not spin: several nodes share a machine's cores
-        "TORCHINDUCTOR_CACHE_DIR": torch_folder(),  # else a folder in /tmp, left behind
+        "TORCHINDUCTOR_CACHE_DIR": compiled,  # else a folder in /tmp, left behind
         "TQDM_DISABLE": "1",  # libraries' own progress bars would tear ours
         "TRANSFORMERS_VERBOSITY": "error",  # it warns of flags that the model's own files hold
     }.items():

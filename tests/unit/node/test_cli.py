@@ -70,6 +70,23 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(f"\n    {command} " in listed for command in COMMANDS)
 
 
+def test_commands_without_a_model_need_no_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Others may write this one, so that nothing is read from it."""
+    (cache := tmp_path / "cache").mkdir()
+    cache.chmod(0o777)
+    monkeypatch.setenv("LLMNODE_CACHE", str(cache))
+    machines = tmp_path / "machines.csv"
+    machines.write_text("host,blocks,tokens_per_s\na,4,1\n")
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert main(["layout", str(machines), "--model-blocks", "4"]) == 0
+    capsys.readouterr()
+    assert main(["config"]) == 2
+    assert f"the cache {cache} is not safe" in capsys.readouterr().err
+
+
 def test_a_benchmark_gets_every_word_after_bench(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(words: list[str]) -> None:
         raise SystemExit(" ".join(words))
