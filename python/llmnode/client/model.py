@@ -39,26 +39,30 @@ def connect(  # noqa: PLR0913  # each is an option that users know, and all but 
     deterministic: bool = False,
     report: Callable[[str], None] = lambda _line: None,
 ) -> DistributedModelForCausalLM:
-    """The model `name` (by default the embedded one), its blocks in the swarm of `peers`, as a transformers model.
+    """Connect to a swarm. Returns a transformers model whose blocks run on the servers of the swarm.
 
-    An invite, the line that `llmnode invite` prints, may stand for `name`, and is enough: it names the peers, and
-    perhaps the model and the key. If the swarm is private, `swarm_key` is an invite, which names peers too, or the file
-    of its key. One address may stand for `peers`, or an invite. Without any of these, mDNS finds a public swarm in the
-    local network: a logged warning names it, since anybody there may run its servers.
+    Use it as a context manager, or call `close()` when done.
 
-    `codec` is how hidden states cross the wire: "raw" is exact; "fp16", "bf16" and "int8" are lossy and smaller. Only
-    servers that compute in `dtype` are used: "float32" is exact, "float32+int8" and the like have quantized weights
-    (`core.model.PRECISIONS`), and "auto" takes what the swarm serves, as `aconnect` says. `adapter` is a LoRA adapter
-    that PEFT has saved, a folder or a name on the hub (`org/name`), or the name or digest of one that servers announce
-    (`llmnode adapters`). Blocks compute with it, and it is not trained. `spot_check` is the share of what they compute
-    that others compute again (`session/spot_checks.py`); a session that so finds a cheat ends with SessionLost, and
-    training goes on without the cheat. `relayed_prefill` is for long prompts to servers that are reached through a
-    relay: "wait" some seconds for a direct way and then use the relay, "allow" that at once, or "refuse" it with
-    ConfigError. With `deterministic`, or after `torch.use_deterministic_algorithms(True)`, training gives the same bits
-    each time, also if servers die in it, if the servers' processors, threads and versions are alike. It is slower,
-    older servers refuse it, and the codec has to be "raw". `report` is told in a line what takes long, as a download
-    does. The model is a context manager; or call `close()` when done. Raises ConfigError, AdapterError, PeerError or
-    NoRoute.
+    - `name`: the model; the embedded one by default. Or an invite, the line that `llmnode invite` prints. It is enough:
+      it names the peers, and perhaps the model and the key.
+    - `peers`: one or several addresses, or an invite. If neither an invite nor peers are given, mDNS finds a public
+      swarm in the local network. A logged warning names it, since anybody there may run its servers.
+    - `swarm_key`: the key of a private swarm, as an invite (which names peers too) or as the file of the key.
+    - `codec`: the format of hidden states on the wire. "raw" is exact; "fp16", "bf16" and "int8" are lossy and smaller.
+    - `dtype`: only servers that compute in this precision are used. "float32" is exact. "float32+int8" and the like
+      have quantized weights (`core.model.PRECISIONS`). "auto" chooses one that the swarm serves: see `aconnect`.
+    - `adapter`: a LoRA adapter, which blocks compute with and which is not trained. It is a folder that PEFT has saved,
+      a name on the hub (`org/name`), or the name or digest of an adapter that servers announce (`llmnode adapters`).
+    - `spot_check`: the share of the results that other servers compute again (`session/spot_checks.py`). A session that
+      finds a cheating server in this way ends with SessionLost. Training goes on without that server.
+    - `relayed_prefill`: for long prompts to servers that are reached through a relay. "wait" waits some seconds for a
+      direct connection, and then uses the relay. "allow" uses it at once. "refuse" raises ConfigError.
+    - `deterministic`: training gives the same bits each time, even if servers fail, provided that the processors,
+      threads and versions of the servers are alike. It is slower, older servers refuse it, and the codec has to be
+      "raw". `torch.use_deterministic_algorithms(True)` does the same.
+    - `report`: is called with a line before each slow step, such as a download.
+
+    Raises ConfigError, AdapterError, PeerError or NoRoute.
     """
     policy = ClientPolicy(
         spot_checks=SpotCheckPolicy(spot_check),
