@@ -233,22 +233,23 @@ async def aconnect(
     link_policy: LinkPolicy | None = None,
     policy: ClientPolicy | None = None,
 ) -> AsyncIterator[Client]:
-    """Connect to the swarm of the peers at the multiaddrs `peers`: servers, or relays, that know the others.
+    """Connect to a swarm. The context has a `Client` for trio programs.
 
-    One address may stand for `peers`, or an invite, the line that `llmnode invite` prints: it names the peers, and
-    perhaps the model and the key. Otherwise, if the swarm is private, `swarm_key` is an invite or the file of its key.
-    Without any of these, mDNS finds a public swarm in the local network: a logged warning names it, since anybody there
-    may run its servers.
-
-    `parts` come from `load_parts`, and are by default those of the invite's model, else of the embedded one. `codec` is
-    how hidden states cross the wire: "raw" is exact; "fp16", "bf16" and "int8" are lossy and smaller. Only servers that
-    compute in `dtype` are used: "float32" is exact, "float32+int8" has quantized weights, "float32+kv-int8" has
-    quantized KV. "auto" is "float32" where the swarm serves the whole model in it, else the one of the most throughput,
-    which a logged warning names. One that servers at a single address have comes after those of several.
-    `client.model.precision` is the one that was found. `adapter` is a LoRA adapter that PEFT has saved, a folder or a
-    name on the hub (`org/name`), which goes to the servers; or the name or the digest of one that servers announce, of
-    which a logged warning says whose word it is. All blocks then compute with it. `policy` and `link_policy` are the
-    limits and deadlines of sessions and of links.
+    - `peers`: one or several addresses of servers or relays, which know the others. Or an invite, the line that
+      `llmnode invite` prints: it names the peers, and perhaps the model and the key. Without peers, mDNS finds a public
+      swarm in the local network. A logged warning names it, since anybody there may run its servers.
+    - `swarm_key`: the key of a private swarm, as an invite or as the file of the key.
+    - `parts`: the client's part of a model, from `load_parts`. By default that of the invite's model, or else of the
+      embedded one.
+    - `codec`: the format of hidden states on the wire. "raw" is exact; "fp16", "bf16" and "int8" are lossy and smaller.
+    - `dtype`: only servers that compute in this precision are used. "float32" is exact, "float32+int8" has quantized
+      weights, "float32+kv-int8" has quantized KV. "auto" is "float32" if the swarm serves the whole model in it, and
+      else the precision with the most throughput, which a logged warning names. A precision of servers at a single
+      address comes after those of servers at several. `client.model.precision` is the chosen one.
+    - `adapter`: a LoRA adapter with which all blocks compute. It is a folder that PEFT has saved or a name on the hub
+      (`org/name`), which goes to the servers. Or it is the name or digest of an adapter that servers announce: a logged
+      warning says which of them do, since its content cannot be checked.
+    - `policy`, `link_policy`: limits and deadlines of sessions, and of links.
 
     Give `trio.run` the option `restrict_keyboard_interrupt_to_checkpoints=True`: without it, Ctrl-C may leave a program
     that never ends.
