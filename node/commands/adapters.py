@@ -167,7 +167,7 @@ def _show(found: Sequence[ServedAdapter]) -> None:
     console.print(_table(found[:MOST_SHOWN]))
     if len(found) > MOST_SHOWN:
         console.print(f"and {len(found) - MOST_SHOWN} more: see --json")
-    console.print("This is the word of the servers. A client with the adapter's folder checks the digest itself.")
+    console.print("The servers claim this. A client with the adapter's folder checks the digest itself.")
 
 
 def _show_hub(base: str, found: Sequence[HubAdapter]) -> None:
@@ -187,7 +187,7 @@ def _show_hub(base: str, found: Sequence[HubAdapter]) -> None:
     if len(found) == MOST_SHOWN:
         console.print(escape(f"there may be more: {constants.ENDPOINT}/models?other={ADAPTER_TAG}{base}"))
     console.print(
-        "This is the word of their authors. `--adapter ORG/NAME` reads and checks one: servers compute plain LoRA. "
+        "Their authors claim this. `--adapter ORG/NAME` reads and checks one: servers compute plain LoRA. "
         "ORG/NAME@COMMIT is one version of it; --json has whole commits."
     )
 

@@ -101,7 +101,7 @@ def _summary(blocks: int, layout: Layout, bound: float) -> str:
 
     speed, hops = throughput(blocks, layout), int(fewest_hops(blocks, layout))
     return (
-        f"together {speed:.1f} tokens/s of many sessions, {speed / bound:.0%} of what no layout exceeds;"
+        f"together {speed:.1f} tokens/s of many sessions, {speed / bound:.0%} of the upper bound of all layouts;"
         f" one session passes {counted(hops, 'machine')} at least. Links are not counted."
     )
 

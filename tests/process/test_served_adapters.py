@@ -135,7 +135,7 @@ def test_commands_list_and_use_them(folder: Path, peers: list[str], capsys: pyte
     assert main(["adapters", "--peers", *peers]) == 0
     table = capsys.readouterr().out
     assert "pirate" in table
-    assert "the word of the servers" in table
+    assert "The servers claim this" in table
 
 
 def test_a_bad_adapter_ends_a_server_at_its_start_with_the_fix(folder: Path, tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def test_it_lists_the_adapters_of_the_base_with_their_versions(hub: Hub, capsys:
     assert "me/pirate" in table
     assert "me/other" not in table
     assert COMMIT[:12] in table
-    assert "the word of their authors" in table
+    assert "Their authors claim this" in table
     assert "no adapter whose card names org/none" in _output(capsys, "--hub", "org/none")[0]
 
 

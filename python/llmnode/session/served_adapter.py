@@ -23,8 +23,8 @@ NAMED = 4
 async def with_served_adapter(router: Router, wanted: str) -> Router:
     """A router like `router`, all of whose sessions have the adapter of the name or digest `wanted`.
 
-    It uses only servers that announce the adapter's digest. They refuse the digest of any other adapter; that they
-    compute with these numbers is their word, which is logged as a warning. Raises ConfigError if nobody announces it,
+    It uses only servers that announce the adapter's digest. They refuse the digest of any other adapter. That they
+    compute with its weights cannot be checked, which is logged as a warning. Raises ConfigError if nobody announces it,
     or several have that name, and NoRoute or a PeerError as `find_any` does.
     """
     finder = router.finder
@@ -34,7 +34,7 @@ async def with_served_adapter(router: Router, wanted: str) -> Router:
     await found.find_any()
     peers = ", ".join(each.peer for each in served.servers[:NAMED])
     log.warning(
-        "adapter %s, digest %s: its numbers are not here, so that they are those is the word of %s",
+        "adapter %s, digest %s: only these servers say that they have its weights, which cannot be checked here: %s",
         served.adapter.name, served.adapter.digest.hex(), peers,
     )  # fmt: skip
     return found
