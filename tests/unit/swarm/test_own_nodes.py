@@ -81,7 +81,7 @@ async def test_a_node_without_addresses_is_not_taken_for_one_that_its_user_has_n
     async with open_network([], LinkPolicy()) as network, trio.open_nursery() as nursery:
         await nursery.start(note_running, network, [CONTACT], None)
         assert running_nodes(None) == [NotedNode(network.peer, [CONTACT])]
-        assert (await read_forecasts(None)).own == {network.peer}
+        assert list((await read_forecasts(None)).own) == [network.peer]
         nursery.cancel_scope.cancel()
 
 
