@@ -244,8 +244,9 @@ async def aconnect(
     - `codec`: the format of hidden states on the wire. "raw" is exact; "fp16", "bf16" and "int8" are lossy and smaller.
     - `dtype`: only servers that compute in this precision are used. Exact is "float32". With
       "float32+int8" weights are quantized, and with "float32+kv-int8" KV. With "auto" it is "float32" if the swarm
-      serves the whole model in it, and else the precision with the most throughput, which a logged warning names. A precision of servers at a single
-      address comes after those of servers at several. `client.model.precision` is the chosen one.
+      serves the whole model in it, and else the precision with the most throughput, which a logged warning names.
+      A precision of servers at a single address comes after those of servers at several.
+      `client.model.precision` is the chosen one.
     - `adapter`: a LoRA adapter with which all blocks compute. It is a folder that PEFT has saved or a name on the hub
       (`org/name`), which goes to the servers. Or it is the name or digest of an adapter that servers announce: a logged
       warning says which of them do, since its content cannot be checked.
