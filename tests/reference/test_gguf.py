@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -20,6 +21,7 @@ from gguf import GGMLQuantizationType
 from llmnode.core.span import Span
 from llmnode.errors import ConfigError, ModelError
 from llmnode.machine.cache_folder import cache_folder
+from llmnode.machine.startup import collection_paused
 from llmnode.models.gguf import convert as ours
 from llmnode.models.load import load_span
 from llmnode.models.open_model import open_model
@@ -108,6 +110,15 @@ def test_it_is_parsed_once_however_often_it_is_read(llama: Path, monkeypatch: py
     open_model(str(llama))
     assert parsed == [str(llama)]
     assert (gguf.GGUFReader, gguf.get_tensor_name_map) == before, "others' ways to read are as they were"
+
+
+def test_nothing_of_a_conversion_waits_for_a_collection(llama: Path) -> None:
+    """Objects that are loaded are left out of later ones (`collection_paused`), and their garbage with them."""
+    with collection_paused():
+        open_model(str(llama))
+        of_conversion = gc.collect()
+        open_model(str(llama))
+        assert of_conversion <= 3 * gc.collect()
 
 
 def test_the_writers_version_of_transformers_is_not_part_of_the_identity(llama: Path) -> None:

@@ -6,6 +6,7 @@ leave out is read in `config.py` and `tokenizer.py`. If nothing reads a part of 
 
 from __future__ import annotations
 
+import gc
 import glob
 import json
 import math
@@ -22,6 +23,7 @@ from filelock import FileLock, Timeout
 
 from llmnode.errors import ConfigError, LlmnodeError, ModelError
 from llmnode.machine.cache_folder import cache_folder, check_disk_space, show_bytes
+from llmnode.machine.malloc import give_back
 from llmnode.machine.memory import free_bytes
 from llmnode.models.families import family_of
 from llmnode.models.sources.checkpoint import CONFIG_FILE, SINGLE_FILE
@@ -84,9 +86,16 @@ def open_converted(gguf: Path, name: str, sha256: str, report: Callable[[str], N
                     if sha256_of(gguf) != sha256:
                         (folder / CONFIG_FILE).unlink()
                         raise ModelError(f"{gguf} was written while it was converted: run again when it is whole")
+                _forget_conversion()
     for line in _notes_of(folder):
         report(f"{name}: {line}")
     return open_folder(folder, name, gguf_weights(sha256))
+
+
+def _forget_conversion() -> None:
+    """Give its memory back. There are cycles in it, and `collection_paused` would freeze them for good."""
+    gc.collect()
+    give_back()
 
 
 def is_converted_folder(folder: Path) -> bool:
