@@ -147,8 +147,9 @@ class _Upstream(Generic[HopT]):
 
     @property
     def took_s(self) -> float:
+        """By its word, and no longer than the client has waited for it."""
         timing = self.computed and self.computed.timing
-        return (timing.queue_us + timing.compute_us) / 1e6 if timing else 0.0
+        return min(timing.queue_us + timing.compute_us, timing.elapsed_us) / 1e6 if timing else 0.0
 
     def replay(self, chunk: Chunk, *, push: bool) -> Generator[Action[HopT], Outcome, Hidden]:
         with self.hop.blamed():

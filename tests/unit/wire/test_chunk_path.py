@@ -134,9 +134,10 @@ def test_no_word_of_a_hop_has_the_client_wait_for_its_push_for_long() -> None:
     path = chunk_path(hops, CHUNK, GIVEN, TERMS.policy)
     next(path)
     path.send(Outcome(1.0))
-    action = path.send(Outcome(1.0, answer=result(GIVEN, BETWEEN, pushed=True, took_us=1 << 47)))
+    took_s = 3.0
+    action = path.send(Outcome(took_s, answer=result(GIVEN, BETWEEN, pushed=True, took_us=1 << 47)))
     assert isinstance(action, Receive) and action.hop is second and action.is_pushed
-    assert action.timeout_s <= TERMS.policy.step_timeout_s
+    assert action.timeout_s == TERMS.policy.push.patience_s + 4 * took_s
 
 
 NO_MEMORY = PeerRefused(RefusalCode.BUSY, "no memory is left for this session now", retry_after_s=1.0)
