@@ -63,6 +63,10 @@ class Link(Protocol):
     async def wait_direct(self) -> None:
         """Wait until a new link to the peer would not go through a relay."""
 
+    @property
+    def is_full(self) -> bool:
+        """Whether too much waits for the peer already, so that `send` waits until it has taken some of that."""
+
     async def send(self, frame: Frame) -> None:
         """Queue a frame. It returns before the frame is on the wire. Raises PeerUnreachable once the link has ended."""
 

@@ -106,6 +106,7 @@ class PlainLink:
     relayed: bool = False
     relay_limit_bytes: int | None = None
     version: int = 2
+    is_full: bool = False
     ended: bool = False
     _frames: Any = field(init=False)
 

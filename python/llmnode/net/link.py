@@ -145,12 +145,19 @@ class Libp2pLink:
     async def wait_direct(self) -> None:
         await self._owner.wait_direct()
 
+    @property
+    def is_full(self) -> bool:
+        waiting_bytes = self._outbox.size_bytes  # most often none
+        return waiting_bytes > self._queue_bytes or (
+            waiting_bytes > 0 and len(self._outbox) >= self._policy.queue_frames
+        )
+
     async def send(self, frame: Frame) -> None:
         await trio.lowlevel.checkpoint_if_cancelled()
         size_bytes = frame.size_bytes
         if not self.has_ended and not self._charge(size_bytes):
             await self._wait_for_memory(size_bytes)
-        if self._is_full:
+        if self.is_full:
             await self._wait_for_space(size_bytes)
         if self.has_ended:
             raise self._end_reason()
@@ -329,7 +336,7 @@ class Libp2pLink:
         """In the outbox. A frame that waits for it is in our memory already."""
         self._waiting_bytes += more_bytes
         try:
-            while not self.has_ended and self._is_full:
+            while not self.has_ended and self.is_full:
                 await self._space.park()
         finally:
             self._waiting_bytes -= more_bytes
@@ -370,13 +377,6 @@ class Libp2pLink:
         if self._paces.are_too_slow(self._decoder.partial, leaving, now_s):
             self._fail(PeerUnreachable("takes too long over a frame: it must keep a pace, not hold memory"))
 
-    @property
-    def _is_full(self) -> bool:
-        waiting_bytes = self._outbox.size_bytes  # most often none
-        return waiting_bytes > self._queue_bytes or (
-            waiting_bytes > 0 and len(self._outbox) >= self._policy.queue_frames
-        )
-
     def _put(self, frame: Frame, size_bytes: int) -> None:
         if self._writer and size_bytes <= self._at_once_bytes:
             self._write_at_once(frame)
@@ -412,7 +412,7 @@ class Libp2pLink:
                     self._written = self._outbox.taken
                     self._has_written.unpark_all()
                 self._give_back()
-                if not self._is_full:
+                if not self.is_full:
                     self._space.unpark_all()
 
     async def _write_some(self, data: Buffer) -> bool:

@@ -46,6 +46,9 @@ if TYPE_CHECKING:
 
 FAREWELL_S = 1.0
 """A question that is given up is taken back within this time, or not at all."""
+TAKES_WITHIN_S = 60.0
+"""Where too much waits for a peer already, the next frame waits for this long, from the peer's latest answer on. The
+peer may read as slowly as a link allows, and then 32 MiB take half an hour."""
 
 
 class PeerConnection:
@@ -59,6 +62,7 @@ class PeerConnection:
         self._has_ended = trio.Event()
         self._questions = 0  # the number of those that belong to no session: each has a step of its own
         self._told_s = trio.current_time()
+        self._answered_s = -math.inf
         self._unasked = UnaskedFrames(self._told_s)
         self.sessions: dict[SessionId, float] = {}
         """The sessions whose answers come over it, and since when. It stays open for them."""
@@ -282,7 +286,10 @@ class PeerConnection:
         return bool(self._listeners)
 
     async def tell(self, frame: Frame) -> None:
-        """Send a frame that has no answer. Raises PeerRefused if the peer speaks too old a protocol for it."""
+        """Send a frame that has no answer.
+
+        Raises PeerRefused if the peer speaks too old a protocol for it, and PeerTimeout if it takes nothing more.
+        """
         self._told_s = trio.current_time()
         self._unasked.allow()
         if version_1.has_more(frame) and await self._link.wait_version() == version_1.VERSION:
@@ -290,7 +297,18 @@ class PeerConnection:
                 frame = version_1.without_more(frame)
             except PeerRefused as error:
                 raise error.blame(self.peer) from None
-        await self._link.send(frame)
+        if self._link.is_full:
+            await self._send_when_taken(frame)
+        else:
+            await self._link.send(frame)
+
+    async def _send_when_taken(self, frame: Frame) -> None:
+        since_s = trio.current_time()
+        while (until_s := max(since_s, self._answered_s) + TAKES_WITHIN_S) > trio.current_time():
+            with trio.move_on_at(until_s):
+                return await self._link.send(frame)
+        late = PeerTimeout(f"takes nothing more, and has answered nothing in {TAKES_WITHIN_S:g} s", peer=self.peer)
+        raise late.after(trio.current_time() - since_s)
 
     async def run(self) -> None:
         """Hand out answers until the link ends. Then every open question fails with the link's error."""
@@ -300,6 +318,7 @@ class PeerConnection:
                 self._says_full = False
                 waiter = self._waiting.get((frame.session, frame.epoch, frame.step))
                 if waiter is not None and waiter.arrive(frame):
+                    self._answered_s = trio.current_time()
                     continue
                 if self._unasked.count(trio.current_time()):
                     raise RemoteProtocolError("sends without end what nobody has asked for")

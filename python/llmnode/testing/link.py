@@ -111,9 +111,13 @@ class MemoryLink:
     async def wait_direct(self) -> None:
         await self._medium.until_direct(self.own.peer, self.peer)
 
+    @property
+    def is_full(self) -> bool:
+        return len(self._under_way) + len(self._unsent) >= self._frames
+
     async def send(self, frame: Frame) -> None:
         await trio.lowlevel.checkpoint_if_cancelled()
-        while self._error is None and len(self._under_way) + len(self._unsent) >= self._frames:
+        while self._error is None and self.is_full:
             self._space = trio.Event()
             await self._space.wait()
         if self._error is None and not self._hold(frame.size_bytes):

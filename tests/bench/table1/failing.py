@@ -201,6 +201,10 @@ class _FailingLink:
     def version(self) -> int | None:
         return self._link.version
 
+    @property
+    def is_full(self) -> bool:
+        return self._link.is_full
+
     async def wait_version(self) -> int:
         return await self._link.wait_version()
 

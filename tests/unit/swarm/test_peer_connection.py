@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,7 +13,7 @@ from llmnode.core.ids import Epoch, PeerId, SessionId, Step
 from llmnode.core.links import unasked
 from llmnode.errors import PeerError, PeerFull, PeerRefused, PeerTimeout, PeerUnreachable, RemoteProtocolError
 from llmnode.swarm.expected import read_answer
-from llmnode.swarm.peer_connection import PeerConnection, open_connection
+from llmnode.swarm.peer_connection import TAKES_WITHIN_S, PeerConnection, open_connection
 from llmnode.swarm.uploads import Uploads
 from llmnode.testing import open_internet, simulated
 from llmnode.wire.frame import Frame, FrameType
@@ -76,6 +76,39 @@ async def test_an_error_says_how_long_the_peer_was_waited_for(answer: Frame | No
             with pytest.raises(error) as raised:
                 await expected.receive(FrameType.OPENED, 16.0)
     assert raised.value.waited_s == pytest.approx(16.0 if answer is None else 15.0)
+
+
+@pytest.mark.parametrize("answers", [0, 3])
+@simulated
+async def test_a_peer_that_takes_nothing_more_is_waited_for_from_its_latest_answer_on(answers: int) -> None:
+    """It may read so slowly that steps of other sessions wait for hours. One that answers computes what it has."""
+    session, again_s = SessionId(b"s" * 16), TAKES_WITHIN_S - 10
+    say, hear = trio.open_memory_channel[Frame](1)
+
+    async def send(_frame: Frame) -> None:
+        await trio.sleep_forever()
+
+    async def answer() -> None:
+        for step in range(answers):
+            await trio.sleep(again_s)
+            await say.send(Frame(FrameType.RESULT, session, step=Step(step)))
+
+    moving = {"is_full": True, "send": send, "receive": hear.receive}
+    link = cast("Any", SimpleNamespace(peer="12D3KooW", wait_written=None, **moving))
+    connection = PeerConnection(link, Uploads(), lambda _: None)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(connection.run)
+        nursery.start_soon(answer)
+        began_s = trio.current_time()
+        with ExitStack() as stack, trio.fail_after(1000):
+            for step in range(answers):
+                stack.enter_context(connection.expect(session, Epoch(0), Step(step)))
+            with pytest.raises(PeerTimeout) as raised:
+                await connection.tell(Frame(FrameType.STEP, SessionId(b"o" * 16)))
+        nursery.cancel_scope.cancel()
+    assert raised.value.peer == "12D3KooW"
+    waited_s = trio.current_time() - began_s
+    assert waited_s == pytest.approx(answers * again_s + TAKES_WITHIN_S) == pytest.approx(raised.value.waited_s)
 
 
 @simulated
