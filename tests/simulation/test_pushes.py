@@ -14,15 +14,16 @@ from llmnode.core.budget import Resource
 from llmnode.core.ids import Epoch, SessionId, Step
 from llmnode.core.policy import ServePolicy
 from llmnode.errors import PeerUnreachable
-from llmnode.testing import peer_named
+from llmnode.testing import Conditions, check_coverage, peer_named
 from llmnode.wire.frame import Frame, FrameType
-from llmnode.wire.messages import Refusal, RefusalCode, Replay, pack, unpack
+from llmnode.wire.messages import Neighbours, Refusal, RefusalCode, Replay, pack, unpack
 from llmnode.wire.payload import Codec
 from llmnode.wire.push_messages import PushLimit
 from simulation.pushes import a_session, answers, held, link_between, neighbours, open_frame, pushed_step, sessions_of
-from simulation.world import ROW, Dialogue, pairs_of_servers, simulated
+from simulation.world import DELAY_S, ROW, SPANS, Dialogue, pairs_of_servers, simulated, world
 
 if TYPE_CHECKING:
+    from llmnode.core.ids import PeerId
     from llmnode.session.session import InferenceSession
 
 POLICY = ServePolicy()
@@ -75,6 +76,36 @@ async def test_a_log_is_pushed_a_few_times_and_not_as_often_as_its_client_likes(
         seconds = trio.current_time() - began_s
         times = (far.network.traffic.received_bytes - before) / (positions * ROW)
         assert 1 <= times <= POLICY.replayed_times + seconds / POLICY.replayed_every_s < replays / 4
+
+
+@simulated
+async def test_a_hop_that_opens_the_session_at_the_next_one_in_the_client_s_place_keeps_no_client_out() -> None:
+    """A hop is told the name of that session, and may be nearer. The next hop seemed to refuse the client."""
+    async with world() as swarm:
+        nodes = [await swarm.start(str(number), span) for number, span in enumerate(SPANS)]
+        await check_coverage(swarm)
+        near, far = nodes[:2]
+        link = await near.network.dial(far.network.addresses[0])
+        taken = list[SessionId]()
+
+        def squat(_receiver: PeerId, frame: Frame) -> list[Frame]:
+            if frame.type is FrameType.NEIGHBOURS and (request := unpack(Neighbours, frame.meta)).receiver == far.peer:
+                taken.append(SessionId(request.receiver_session))
+                link._send(open_frame(taken[-1], 1))
+            return [frame]
+
+        async with swarm.client() as (router, client):
+            await router.find_any()
+            swarm.internet.set_conditions(client, far.peer, Conditions(delay_s=10 * DELAY_S))
+            router.finder.pool.network.tamper = squat  # type: ignore[attr-defined]  # it is in memory
+            async with router.open_session(64, Codec.RAW) as session:
+                assert taken, "it has opened one"
+                assert not router.finder.records.broken.has_any, "nobody is blamed"
+                dialogue = Dialogue(session, random.Random(1))
+                for _ in range(3):
+                    await dialogue.step(3)
+                assert not session.recoveries
+        assert near.server.tally.pushed > 0
 
 
 @simulated

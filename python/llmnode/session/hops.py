@@ -13,12 +13,13 @@ import trio
 
 from llmnode.core.ids import Step
 from llmnode.core.span import Span
-from llmnode.errors import ConfigError, PeerUnreachable, SessionClosed, single_error
+from llmnode.errors import ConfigError, PeerRefused, PeerUnreachable, SessionClosed, single_error
 from llmnode.session.chunk_run import run_chunks
 from llmnode.session.failures import Busier, LetGo
 from llmnode.session.hop import SessionHop
 from llmnode.session.leaving import Leaving
 from llmnode.session.relay_gate import RelayGate
+from llmnode.wire.messages import RefusalCode
 from llmnode.wire.payload import payload_bytes
 from llmnode.wire.session_state import SessionState
 
@@ -267,8 +268,32 @@ class SessionHops:
     ) -> list[SessionHop]:
         """Open new hops, and tell them and the last of `before` their neighbours, as `SessionState.open` says.
 
+        A hop is told the name of the session at the next one meanwhile, and may open one of that name there first.
+        Then the hops are opened under other names, and told their neighbours afterwards.
+
         Raises the PeerError of a hop that does not open, or the failure of the one before; then none is left open.
         """
+        how = partial(self._open_all, route, connections, before, quiet=quiet, pushing=pushing)
+        try:
+            return await how()
+        except PeerRefused as refusal:
+            if refusal.code != RefusalCode.CONFLICT or any(each and each.failure for each in before):
+                raise
+            log.warning("opening sessions of other names: %s", refusal)
+            self.state.begin_epoch()  # the hop before may answer late
+            return await how(one_by_one=True)
+
+    async def _open_all(
+        self,
+        route: Route,
+        connections: Mapping[PeerId, PeerConnection],
+        before: Sequence[SessionHop | None],
+        *,
+        quiet: bool,
+        pushing: bool,
+        one_by_one: bool = False,
+    ) -> list[SessionHop]:
+        """With `one_by_one` neighbours are told when all new hops are open. Raises as `_open_hops`."""
         hops = [SessionHop(hop, connections[hop.peer], self.terms) for hop in route]
         finder = self.tools.finder
         promised: Sequence[PromisedTime | None] = [None] * len(hops) if finder is None else finder.promised_times(route)
@@ -282,8 +307,11 @@ class SessionHops:
             with single_error():
                 async with trio.open_nursery() as beside:
                     beside.start_soon(self._note_slow_opening)
-                    await self._carry_out(self.state.open(hops, before, trio.current_time(), quiet=quiet))
+                    now_s = trio.current_time()
+                    await self._carry_out(self.state.open(hops, [] if one_by_one else before, now_s, quiet=quiet))
                     beside.cancel_scope.cancel()
+            if one_by_one:
+                await self._carry_out(self.state.introduce(hops, before, trio.current_time(), quiet=quiet))
         except BaseException:
             await self.abandon(hops)
             raise

@@ -125,6 +125,12 @@ class SessionState(Generic[HopT]):
             return [(hop, [hop.open(self.epoch, self.position)]) for hop in hops]
         return self._set_neighbours([*before, *hops, None], hops, now_s, quiet=quiet)
 
+    def introduce(
+        self, hops: Sequence[HopT], before: Sequence[HopT | None], now_s: float, *, quiet: bool
+    ) -> list[tuple[HopT, list[Request]]]:
+        """The requests of `open` that tell neighbours, for `hops` that are open."""
+        return self._set_neighbours([*before, *hops, None], (), now_s, quiet=quiet) if before else []
+
     def _set_neighbours(
         self,
         chain: Sequence[HopT | None],
