@@ -95,7 +95,7 @@ async def diagnose(doctor: Doctor) -> None:
     doctor.found(check_python())
     doctor.working("loading the Rust extension")
     doctor.found(rust := check_rust())
-    doctor.found(check_disk(cache_folder()))
+    doctor.found(check_cache())
     doctor.working("loading torch and transformers")
     # Abandoned: Ctrl-C must not wait for imports, nor for a model that is converted.
     doctor.found(torch := await trio.to_thread.run_sync(check_torch, abandon_on_cancel=True))
@@ -120,6 +120,14 @@ def check_rust() -> Finding:
     if _native.crc32c(b"123456789") != CRC32C_CHECK:
         return Finding("rust", BLOCKER, "the Rust extension computes wrong checksums on this processor", REINSTALL)
     return Finding("rust", OK, f"the Rust extension {_native.__version__} loads, on {platform.machine()}")
+
+
+def check_cache() -> Finding:
+    """A cache that somebody else may write is a blocker, and so is one without a home folder."""
+    try:
+        return check_disk(cache_folder())
+    except ConfigError as error:
+        return Finding("disk", BLOCKER, str(error), "do as that says")
 
 
 def check_disk(cache: Path) -> Finding:

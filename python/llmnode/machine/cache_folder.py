@@ -34,8 +34,8 @@ def cache_folder(*parts: str) -> Path:
     place = whole.joinpath(*parts)
     if why := find_stranger(whole) or find_stranger(place):
         raise ConfigError(
-            f"the cache {place} is not safe: {why}; take that right away (chmod go-w), or set LLMNODE_CACHE to a folder"
-            " that only you may write"
+            f"the cache {place} is not safe: {why}; set LLMNODE_CACHE to a folder that only you may write, or take that"
+            " right away (chmod go-w) if the folder is yours alone, and not the system's"
         )
     return place
 

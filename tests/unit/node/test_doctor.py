@@ -19,7 +19,7 @@ from llmnode.models.size import ModelSize, Place
 from llmnode.net.addresses import LISTEN_ANY_LOOPBACK
 from llmnode.net.host import open_network
 from llmnode.net.invite import Invite
-from llmnode.node.doctor import Doctor, DoctorConfig, check_disk, check_memory, check_peers
+from llmnode.node.doctor import Doctor, DoctorConfig, check_cache, check_disk, check_memory, check_peers
 from llmnode.node.findings import (
     BLOCKER,
     OK,
@@ -227,6 +227,14 @@ def test_the_cache_need_not_be_there_but_must_be_possible(tmp_path: Path) -> Non
     (tmp_path / "file").touch()
     found = check_disk(tmp_path / "file" / "cache")
     assert (found.verdict, "LLMNODE_CACHE" in found.fix) == (BLOCKER, True)
+
+
+def test_a_cache_that_others_may_write_is_a_blocker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path.chmod(0o777)
+    monkeypatch.setenv("LLMNODE_CACHE", str(tmp_path))
+    found = check_cache()
+    assert found.verdict == BLOCKER
+    assert "may be written by everybody; set LLMNODE_CACHE to a folder that only you may write" in found.text
 
 
 def test_a_cache_that_can_only_be_read_is_no_blocker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
