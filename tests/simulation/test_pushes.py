@@ -109,6 +109,36 @@ async def test_a_hop_that_opens_the_session_at_the_next_one_in_the_client_s_plac
 
 
 @simulated
+async def test_nor_from_a_server_that_takes_over_a_lost_hop() -> None:
+    async with (
+        pairs_of_servers() as swarm,
+        swarm.client() as (router, client),
+        router.open_session(64, Codec.RAW) as session,
+    ):
+        dialogue = Dialogue(session, random.Random(1))
+        await dialogue.step(3)
+        lost = swarm.node(session.route[1].peer)
+        (other,) = (node for name, node in swarm.nodes.items() if name[0] == "1" and node is not lost)
+        link = await swarm.internet.network("hostile").dial(other.network.addresses[0])
+        taken = list[SessionId]()
+
+        def squat(_receiver: PeerId, frame: Frame) -> list[Frame]:
+            if frame.type is FrameType.NEIGHBOURS:
+                request = unpack(Neighbours, frame.meta)
+                if request.receiver == other.peer:
+                    taken.append(SessionId(request.receiver_session))
+                    link._send(open_frame(taken[-1], 1))
+            return [frame]
+
+        router.finder.pool.network.tamper = squat  # type: ignore[attr-defined]  # it is in memory
+        swarm.internet.set_conditions(client, other.peer, Conditions(delay_s=10 * DELAY_S))
+        swarm.kill(lost.name)
+        await dialogue.step(3)
+        (recovery,) = session.recoveries
+        assert taken and recovery.taken_over_by == (other.peer,)
+
+
+@simulated
 async def test_a_former_sender_s_pushes_cost_its_link_and_not_the_session() -> None:
     async with a_session() as (swarm, session, dialogue):
         first, victim = (swarm.node(session.route[number].peer) for number in (0, 1))
