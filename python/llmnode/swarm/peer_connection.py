@@ -12,6 +12,7 @@ import trio
 
 from llmnode.core.ids import NO_SESSION, Step
 from llmnode.core.links.unasked import UnaskedFrames
+from llmnode.core.links.uplink import SHARE_BYTES_PER_S
 from llmnode.core.peers.company import Company
 from llmnode.core.peers.whereabouts import RELAYED
 from llmnode.core.view import Source
@@ -47,8 +48,8 @@ if TYPE_CHECKING:
 FAREWELL_S = 1.0
 """A question that is given up is taken back within this time, or not at all."""
 TAKES_WITHIN_S = 60.0
-"""Where too much waits for a peer already, the next frame waits for this long, from the peer's latest answer on. The
-peer may read as slowly as a link allows, and then 32 MiB take half an hour."""
+"""Where too much waits for a peer already, the next frame waits for this long from the peer's latest answer on, and for
+the time that it takes on a slow uplink. The peer may read as slowly as a link allows: 32 MiB then take half an hour."""
 
 
 class PeerConnection:
@@ -303,11 +304,11 @@ class PeerConnection:
             await self._link.send(frame)
 
     async def _send_when_taken(self, frame: Frame) -> None:
-        since_s = trio.current_time()
-        while (until_s := max(since_s, self._answered_s) + TAKES_WITHIN_S) > trio.current_time():
+        since_s, within_s = trio.current_time(), TAKES_WITHIN_S + frame.size_bytes / SHARE_BYTES_PER_S
+        while (until_s := max(since_s, self._answered_s) + within_s) > trio.current_time():
             with trio.move_on_at(until_s):
                 return await self._link.send(frame)
-        late = PeerTimeout(f"takes nothing more, and has answered nothing in {TAKES_WITHIN_S:g} s", peer=self.peer)
+        late = PeerTimeout(f"takes nothing more, and has answered nothing in {within_s:.0f} s", peer=self.peer)
         raise late.after(trio.current_time() - since_s)
 
     async def run(self) -> None:

@@ -11,6 +11,7 @@ import trio
 
 from llmnode.core.ids import Epoch, PeerId, SessionId, Step
 from llmnode.core.links import unasked
+from llmnode.core.links.uplink import SHARE_BYTES_PER_S
 from llmnode.errors import PeerError, PeerFull, PeerRefused, PeerTimeout, PeerUnreachable, RemoteProtocolError
 from llmnode.swarm.expected import read_answer
 from llmnode.swarm.peer_connection import TAKES_WITHIN_S, PeerConnection, open_connection
@@ -78,10 +79,15 @@ async def test_an_error_says_how_long_the_peer_was_waited_for(answer: Frame | No
     assert raised.value.waited_s == pytest.approx(16.0 if answer is None else 15.0)
 
 
-@pytest.mark.parametrize("answers", [0, 3])
+@pytest.mark.parametrize(("answers", "uplink_s"), [(0, 0), (3, 0), (0, 100), (1, 100)])
 @simulated
-async def test_a_peer_that_takes_nothing_more_is_waited_for_from_its_latest_answer_on(answers: int) -> None:
-    """It may read so slowly that steps of other sessions wait for hours. One that answers computes what it has."""
+async def test_a_peer_that_takes_nothing_more_is_waited_for_from_its_latest_answer_on(
+    answers: int, uplink_s: int
+) -> None:
+    """It may read so slowly that steps of other sessions wait for hours. One that answers computes what it has.
+
+    A large frame may take `uplink_s` on our side, which is not the peer's fault.
+    """
     session, again_s = SessionId(b"s" * 16), TAKES_WITHIN_S - 10
     say, hear = trio.open_memory_channel[Frame](1)
 
@@ -93,6 +99,7 @@ async def test_a_peer_that_takes_nothing_more_is_waited_for_from_its_latest_answ
             await trio.sleep(again_s)
             await say.send(Frame(FrameType.RESULT, session, step=Step(step)))
 
+    large = Frame(FrameType.STEP, SessionId(b"o" * 16), payload=bytes(uplink_s * SHARE_BYTES_PER_S))
     moving = {"is_full": True, "send": send, "receive": hear.receive}
     link = cast("Any", SimpleNamespace(peer="12D3KooW", wait_written=None, **moving))
     connection = PeerConnection(link, Uploads(), lambda _: None)
@@ -104,11 +111,12 @@ async def test_a_peer_that_takes_nothing_more_is_waited_for_from_its_latest_answ
             for step in range(answers):
                 stack.enter_context(connection.expect(session, Epoch(0), Step(step)))
             with pytest.raises(PeerTimeout) as raised:
-                await connection.tell(Frame(FrameType.STEP, SessionId(b"o" * 16)))
+                await connection.tell(large)
         nursery.cancel_scope.cancel()
     assert raised.value.peer == "12D3KooW"
     waited_s = trio.current_time() - began_s
-    assert waited_s == pytest.approx(answers * again_s + TAKES_WITHIN_S) == pytest.approx(raised.value.waited_s)
+    expected_s = pytest.approx(answers * again_s + TAKES_WITHIN_S + uplink_s, abs=0.01)
+    assert waited_s == expected_s == raised.value.waited_s
 
 
 @simulated
