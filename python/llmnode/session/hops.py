@@ -268,20 +268,20 @@ class SessionHops:
     ) -> list[SessionHop]:
         """Open new hops, and tell them and the last of `before` their neighbours, as `SessionState.open` says.
 
-        A hop is told the name of the session at the next one meanwhile, and may open one of that name there first.
-        Then the hops are opened under other names, and told their neighbours afterwards.
+        A hop is told the session id at the next one while that is opened, and may open a session of this id there
+        first. Then the hops are opened under other ids, and told their neighbours afterwards.
 
         Raises the PeerError of a hop that does not open, or the failure of the one before; then none is left open.
         """
-        how = partial(self._open_all, route, connections, before, quiet=quiet, pushing=pushing)
+        open_all = partial(self._open_all, route, connections, before, quiet=quiet, pushing=pushing)
         try:
-            return await how()
+            return await open_all()
         except PeerRefused as refusal:
             if refusal.code != RefusalCode.CONFLICT or any(each and each.failure for each in before):
                 raise
-            log.warning("opening sessions of other names: %s", refusal)
+            log.warning("opening sessions of other ids: %s", refusal)
             self.state.begin_epoch()  # the hop before may answer late
-            return await how(one_by_one=True)
+            return await open_all(introduce_later=True)
 
     async def _open_all(
         self,
@@ -291,9 +291,9 @@ class SessionHops:
         *,
         quiet: bool,
         pushing: bool,
-        one_by_one: bool = False,
+        introduce_later: bool = False,
     ) -> list[SessionHop]:
-        """With `one_by_one` neighbours are told when all new hops are open. Raises as `_open_hops`."""
+        """With `introduce_later` neighbours are told when all new hops are open. Raises as `_open_hops`."""
         hops = [SessionHop(hop, connections[hop.peer], self.terms) for hop in route]
         finder = self.tools.finder
         promised: Sequence[PromisedTime | None] = [None] * len(hops) if finder is None else finder.promised_times(route)
@@ -308,9 +308,9 @@ class SessionHops:
                 async with trio.open_nursery() as beside:
                     beside.start_soon(self._note_slow_opening)
                     now_s = trio.current_time()
-                    await self._carry_out(self.state.open(hops, [] if one_by_one else before, now_s, quiet=quiet))
+                    await self._carry_out(self.state.open(hops, [] if introduce_later else before, now_s, quiet=quiet))
                     beside.cancel_scope.cancel()
-            if one_by_one:
+            if introduce_later:
                 await self._carry_out(self.state.introduce(hops, before, trio.current_time(), quiet=quiet))
         except BaseException:
             await self.abandon(hops)

@@ -147,7 +147,7 @@ class _Upstream(Generic[HopT]):
 
     @property
     def took_s(self) -> float:
-        """By its word, and no longer than the client has waited for it."""
+        """The time that the hop reports, limited to what the client has waited for it."""
         timing = self.computed and self.computed.timing
         return min(timing.queue_us + timing.compute_us, timing.elapsed_us) / 1e6 if timing else 0.0
 
