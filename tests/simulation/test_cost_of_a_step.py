@@ -1,4 +1,4 @@
-"""A decode costs a client and its servers a number of Python calls and no more, whatever the machine."""
+"""Decodes and sessions cost a client and its servers a number of Python calls and no more, whatever the machine."""
 
 from __future__ import annotations
 
@@ -25,6 +25,11 @@ MOST_CALLS = 1190
 """Our functions are called 1,189 times for a decode through three servers, and shortcuts save 30 calls or more each.
 Lower it when you have saved some. If something new needs more, measure what it costs: `tests/bench/run checkouts`."""
 
+SESSIONS = 10
+MOST_CALLS_OF_A_SESSION = 4360
+"""Our functions are called 4,354 times to open a session over three servers, give it four positions, and close it. That
+is a good part of the time of a short answer."""
+
 
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
@@ -40,6 +45,10 @@ def counted() -> Iterator[Counter[str]]:
         yield counts
     finally:
         sys.setprofile(None)
+
+
+def ours(counts: Counter[str]) -> int:
+    return sum(number for name, number in counts.items() if name.startswith(f"{PLACE}/") and "/testing/" not in name)
 
 
 @simulated
@@ -59,8 +68,26 @@ async def test_a_decode_takes_its_shortcuts() -> None:
     def calls(*names: str) -> float:
         return sum(number for name, number in counts.items() if name.endswith(names)) / STEPS
 
-    ours = [number for name, number in counts.items() if name.startswith(f"{PLACE}/") and "/testing/" not in name]
-    assert sum(ours) / STEPS <= MOST_CALLS
+    assert ours(counts) / STEPS <= MOST_CALLS
     assert calls(":NurseryManager.__aenter__", ":Runner.spawn_impl") < len(SPANS), "no hop needs a nursery or a task"
     assert calls(":CancelScope.__enter__") < 12, "three a hop"
     assert calls(":current_effective_deadline") < 1, "a server with nothing else to do asks for none"
+
+
+@simulated
+async def test_a_session_is_opened_and_closed_in_few_calls() -> None:
+    async def answer_shortly() -> None:
+        async with router.open_session(20, Codec.RAW) as session:
+            await Dialogue(session, random.Random(1)).step(4)
+
+    async with world() as swarm:
+        for index, span in enumerate(SPANS):
+            await swarm.start(str(index), span)
+        await check_coverage(swarm)
+        async with swarm.client(ClientPolicy()) as (router, _):
+            for _ in range(SESSIONS):
+                await answer_shortly()
+            with counted() as counts:
+                for _ in range(SESSIONS):
+                    await answer_shortly()
+    assert ours(counts) / SESSIONS <= MOST_CALLS_OF_A_SESSION

@@ -136,6 +136,8 @@ async def test_nor_from_a_server_that_takes_over_a_lost_hop() -> None:
         await dialogue.step(3)
         (recovery,) = session.recoveries
         assert taken and recovery.taken_over_by == (other.peer,)
+        assert recovery.stall_s < 2
+        assert not router.finder.records.broken.has_any, "nobody is blamed"
 
 
 @simulated

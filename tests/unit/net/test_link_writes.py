@@ -10,9 +10,10 @@ import trio.testing
 
 from llmnode.core.ids import SESSION_ID_BYTES, SessionId, Step
 from llmnode.core.policy import LinkPolicy
-from llmnode.errors import LocalProtocolError, PeerUnreachable
+from llmnode.errors import LocalProtocolError, PeerTimeout, PeerUnreachable
 from llmnode.net.host import open_network
 from llmnode.net.link import AT_ONCE_BYTES
+from llmnode.swarm import peer_connection
 from llmnode.wire.frame import Frame, FrameType
 from unit.in_trio import in_trio
 
@@ -121,6 +122,28 @@ async def test_a_node_ends_soon_whatever_the_other_side(takes: Callable[[object]
             began_s = trio.current_time()
             await stack.aclose()
             assert trio.current_time() - began_s < policy.farewell_s + 0.5
+
+
+@in_trio
+async def test_a_link_whose_peer_takes_nothing_is_full_and_its_connection_gives_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(peer_connection, "TAKES_WITHIN_S", 0.1)
+    async with open_network([LISTEN], LinkPolicy()) as far, open_network([], LinkPolicy(queue_bytes=1000)) as near:
+        link = await near.dial(far.addresses[0])
+        async with far.accept(), peer_connection.open_connection(link) as connection:
+            await trio.testing.wait_all_tasks_blocked(0.01)
+            taking(0)(link)
+            link._stream.write = never  # type: ignore[attr-defined]
+            *queued, late = frames(*[900] * 4)  # the writing task has the first one
+            with trio.fail_after(PATIENCE_S):
+                for frame in queued:
+                    assert not link.is_full
+                    await connection.tell(frame)
+                    await trio.testing.wait_all_tasks_blocked(0.01)
+                assert link.is_full
+                with pytest.raises(PeerTimeout, match="takes nothing more"):
+                    await connection.tell(late)
 
 
 @in_trio

@@ -1,12 +1,14 @@
-"""The lines of `serve` until it serves, in a terminal and elsewhere."""
+"""The lines of `serve`, in a terminal and elsewhere."""
 
 from __future__ import annotations
 
 import io
+import json
 
 import pytest
 from rich.console import Console
 
+from llmnode.node.commands import serve
 from llmnode.node.status_lines import Telling, continues
 
 LINES = [
@@ -65,3 +67,15 @@ def test_what_comes_when_it_serves_is_plain(capsys: pytest.CaptureFixture[str]) 
 )
 def test_what_begins_alike_continues(before: str, text: str, is_so: bool) -> None:
     assert continues(before, text) == is_so
+
+
+@pytest.mark.parametrize("addresses", [[], ["/ip4/127.0.0.1/tcp/4001"], ["/ip4/127.0.0.1/tcp/1", "/ip6/::1/tcp/2"]])
+def test_new_addresses_are_told_in_the_same_words_to_programs(
+    addresses: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    serve._addresses(addresses)
+    serve._addresses_json(addresses)
+    said = capsys.readouterr()
+    told = json.loads(said.out)
+    assert said.err == f"llmnode: {told['text']}\n"
+    assert told["addresses"] == addresses and all(each in told["text"] for each in addresses)
